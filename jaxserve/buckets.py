@@ -1,0 +1,47 @@
+"""Which shapes the step is compiled for: a few sizes that every request is padded to."""
+
+import dataclasses
+
+CHUNKS = (16, 64, 512)  # tokens of a prefill call
+FIRST_REACH = 512  # cached positions a short row's decode step looks at; larger reaches grow by REACH_FACTOR
+REACH_FACTOR = 4
+SCORE_CHUNK = 64  # tokens of a teacher-forced call: its logits are [64, V] f32
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """The compiled sizes of an engine, ascending."""
+
+    chunks: tuple[int, ...]
+    reaches: tuple[int, ...]
+    lanes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, context: int, slots: int) -> "Buckets":
+        """Sizes for a context and a number of slots."""
+        chunks = tuple(size for size in CHUNKS if size < context) or (context,)
+        reaches, reach = [], FIRST_REACH
+        while reach < context:
+            reaches.append(reach)
+            reach *= REACH_FACTOR
+        lanes, lane = [], 1
+        while lane < slots:
+            lanes.append(lane)
+            lane *= 2
+        return cls(chunks, (*reaches, context), (*lanes, slots))
+
+    def chunk(self, remaining: int) -> int:
+        """The size of the next prefill call: the smallest that holds the rest of the prompt, else the largest."""
+        return _ceiling(self.chunks, min(remaining, self.chunks[-1]))
+
+    def reach(self, length: int) -> int:
+        """The smallest reach that covers `length` cached positions."""
+        return _ceiling(self.reaches, length)
+
+    def lane(self, rows: int) -> int:
+        """The smallest number of lanes that holds `rows` rows."""
+        return _ceiling(self.lanes, rows)
+
+
+def _ceiling(sizes: tuple[int, ...], needed: int) -> int:
+    return next(size for size in sizes if size >= needed)

@@ -1,0 +1,315 @@
+"""The engine: a model on a device, and the calls that use it."""
+
+import contextlib
+import itertools
+import os
+import secrets
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+
+from jaxserve import sampling
+from jaxserve.cache import enable_compilation_cache
+from jaxserve.config import ModelConfig
+from jaxserve.errors import ContextLimitExceeded, JaxserveError, OutOfMemory
+from jaxserve.gguf.hyperparameters import read_config
+from jaxserve.gguf.reader import GGUFFile, open_gguf
+from jaxserve.models.weights import free_host_memory, load_weights, resolve_mode
+from jaxserve.params import SamplingParams
+from jaxserve.request import Request
+from jaxserve.results import Completion, Piece
+from jaxserve.runner import Progress, Runner
+from jaxserve.scheduler import Scheduler
+from jaxserve.state import nbytes, state_nbytes
+from jaxserve.text.stream import TextStream
+from jaxserve.timing import PhaseLog
+
+DEFAULT_CONTEXT = 4096  # tokens, where the model was trained for as many
+KV_DTYPES = ("float16", "bfloat16", "float32")
+
+
+class Engine:
+    """Generates with one model. Calls from several threads are served together; there is no background thread: whoever waits
+    for a result takes the lock and steps for everyone."""
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike,
+        *,
+        context: int | None = None,
+        slots: int = 1,
+        kv_dtype: str = "float16",
+        weights: str = "auto",
+        progress: Progress | None = None,
+    ) -> "Engine":
+        """Load a GGUF file and compile everything a request needs.
+
+        context: tokens a sequence may have (default: 4,096, or what the model was trained for); slots: sequences in flight;
+        kv_dtype: "float16", "bfloat16" or "float32"; weights: "auto", "packed" or "float32" (`load_weights`);
+        progress(stage, done, total): called while weights arrive and programs compile.
+        """
+        if kv_dtype not in KV_DTYPES:
+            raise ValueError(f"kv_dtype={kv_dtype!r}: expected one of {', '.join(KV_DTYPES)}")
+        _check_size("slots", slots)
+        file = open_gguf(path)
+        config = read_config(file)
+        if context is None:
+            context = min(DEFAULT_CONTEXT, config.context_length)
+        _check_size("context", context)
+        if context > config.context_length:
+            warnings.warn(
+                f"context={context:,} is above the {config.context_length:,} tokens this model was trained for: expect nonsense past them",
+                stacklevel=2,
+            )
+        enable_compilation_cache()
+        _check_memory(file, config, weights, slots=slots, context=context, kv_dtype=kv_dtype)
+        loaded, config = load_weights(file, weights=weights, progress=progress)
+        runner = Runner(loaded, config, slots=slots, context=context, kv_dtype=kv_dtype, progress=progress)
+        return cls(file, runner)
+
+    def __init__(self, file: GGUFFile, runner: Runner):
+        self.file, self.config, self._runner = file, runner.config, runner
+        self.context, self.slots = runner.context, runner.slots
+        self.device = jax.devices()[0]
+        self.weights_nbytes = nbytes(runner.weights)
+        self.state_nbytes = nbytes(runner.state)
+        self.programs = [_program_name(name) for name in runner.programs]
+        self._log = PhaseLog()
+        self._scheduler = Scheduler(runner, self._log)
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._tokenizer = None
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the device memory. Later calls raise."""
+        with self._lock:
+            if self._runner is not None:
+                self._runner.close()
+                self._runner = self._scheduler = None
+
+    # -- text
+
+    @property
+    def tokenizer(self):
+        """The file's own tokenizer (`jaxserve.Tokenizer`). Raises UnsupportedModel where the file has none that is known."""
+        if self._tokenizer is None:
+            from jaxserve.text.tokenizer import Tokenizer  # text libraries load only when text is used
+
+            self._tokenizer = Tokenizer.from_metadata(self.file.metadata)
+        return self._tokenizer
+
+    # -- generation
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | np.ndarray,
+        params: SamplingParams | None = None,
+        *,
+        on_token: Callable[[int], bool | None] | None = None,
+    ) -> Completion:
+        """Generate from a text or from token ids.
+
+        on_token is called with each id as it arrives, in this thread; returning False stops after that token.
+        """
+        request = self._submit(prompt, params)
+        delivered = 0
+        try:
+            for piece in self._pieces(request):
+                if piece.token is None or on_token is None:
+                    continue
+                delivered += 1
+                if on_token(piece.token) is False:
+                    self._cancel(request, delivered)
+                    break
+        except BaseException:
+            self._cancel(request, delivered)
+            raise
+        return request.completion()
+
+    def stream(self, prompt: str | Sequence[int] | np.ndarray, params: SamplingParams | None = None) -> "Stream":
+        """Generate piece by piece. Closing or dropping the iterator cancels."""
+        return Stream(self, self._submit(prompt, params))
+
+    def chat(
+        self, messages: Sequence[dict], params: SamplingParams | None = None, *, tools: Sequence[dict] | None = None, **template_variables
+    ) -> Completion:
+        """Render the messages with the model's chat template and generate the reply.
+
+        Special tokens count only where the template wrote them; what a message's content spells is ordinary text.
+        """
+        return self.generate(self.tokenizer.encode_chat(messages, tools=tools, **template_variables).ids, params)
+
+    def logits(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Teacher-forced logits f32 [n, V] of every position. Touches no slot."""
+        ids = self._check_prompt(token_ids)
+        with self._lock:
+            return self._open()._runner.logits(ids)
+
+    def stats(self) -> dict:
+        """Counters since load."""
+        with self._lock:
+            scheduler = self._open()._scheduler
+            scheduler.reap()
+            return {
+                **{name: 0 for name in ("requests", "tokens", "prefill_chunks", "decode_steps", "recoveries")},
+                **scheduler.counters,
+                "programs": len(self.programs),
+                "slots": self.slots,
+                "free_slots": scheduler.slots.count(None),
+                "waiting": len(scheduler.waiting),
+                "weights_bytes": self.weights_nbytes,
+                "state_bytes": self.state_nbytes,
+            }
+
+    def trace(self, directory: str | os.PathLike) -> contextlib.AbstractContextManager:
+        """Record a profiler trace of what runs inside the `with` block; yields a report that is filled at its end."""
+        from jaxserve.trace import record
+
+        return record(directory)
+
+    # -- the way of a request
+
+    def _submit(self, prompt, params: SamplingParams | None) -> Request:
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params={params!r}: expected a SamplingParams")
+        ids = self._check_prompt(self.tokenizer.encode(prompt) if isinstance(prompt, str) and prompt else prompt)
+        tokenizer = self._text_or_none(required=bool(params.stop))
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        end_ids = tokenizer.end_ids if tokenizer else self._end_ids_without_tokenizer()
+        options = sampling.options(params, end_ids=end_ids, seed=seed, vocab_size=self.config.vocab_size)
+        limit = min(params.max_tokens, self.context - len(ids) + 1)
+        text = TextStream(tokenizer, params.stop) if tokenizer else None
+        request = Request(next(self._numbers), ids, params, options, limit, text)
+        with self._lock:
+            self._open()._scheduler.submit(request)
+        return request
+
+    def _pieces(self, request: Request) -> Iterator[Piece]:
+        """What comes out of a request, stepping the engine while there is nothing to hand over."""
+        while True:
+            while request.pieces:
+                yield request.pieces.popleft()
+            if request.done:
+                break
+            with self._lock:
+                if not request.pieces and not request.done:
+                    self._open()._scheduler.step(request)
+        if request.failure is not None:
+            raise request.failure
+
+    def _cancel(self, request: Request, delivered: int) -> None:
+        if request.failure is not None:
+            return
+        stream = TextStream(self.tokenizer, request.params.stop) if request.text else None
+        for token in request.tokens[:delivered] if stream else ():
+            stream.push(token)
+        with self._lock:
+            if self._scheduler is not None:
+                self._scheduler.cancel(request, delivered, stream)
+
+    def _open(self) -> "Engine":
+        if self._runner is None:
+            raise JaxserveError("this engine was closed: load it again")
+        return self
+
+    def _check_prompt(self, prompt) -> list[int]:
+        """Ids as Python ints, refused before any device work when they cannot be served."""
+        if isinstance(prompt, (str, bytes)):
+            raise ValueError("the prompt is empty") if not prompt else TypeError("token ids or a str expected, got bytes")
+        ids = np.asarray(prompt)
+        if ids.ndim != 1:
+            raise ValueError(f"the prompt has shape {ids.shape}: expected one sequence of token ids")
+        if ids.size == 0:
+            raise ValueError("the prompt is empty: pass at least one token id")
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise TypeError(f"the prompt holds {ids.dtype}: expected integer token ids")
+        wrong = (ids < 0) | (ids >= self.config.vocab_size)
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise ValueError(f"token id {ids[at]} at position {at} is outside the vocabulary: expected 0 ≤ id < {self.config.vocab_size:,}")
+        if ids.size > self.context:
+            raise ContextLimitExceeded(ids.size, self.context)
+        return ids.tolist()
+
+    def _text_or_none(self, *, required: bool):
+        """The tokenizer, or None where the file has none and ids are enough."""
+        try:
+            return self.tokenizer
+        except JaxserveError:
+            if required:
+                raise
+            return None
+
+    def _end_ids_without_tokenizer(self) -> list[int]:
+        eos = self.file.metadata.get("tokenizer.ggml.eos_token_id")
+        return [] if eos is None or not 0 <= int(eos) < self.config.vocab_size else [int(eos)]
+
+
+class Stream:
+    """An iterator of pieces. `completion` is there once it has ended, also after `close`."""
+
+    def __init__(self, engine: Engine, request: Request):
+        self._engine, self._request = engine, request
+        self._pieces = engine._pieces(request)
+        self._delivered = 0
+        self.completion: Completion | None = None
+
+    def __iter__(self) -> "Stream":
+        return self
+
+    def __next__(self) -> Piece:
+        if self.completion is not None:
+            raise StopIteration
+        try:
+            piece = next(self._pieces)
+        except StopIteration:
+            self.completion = self._request.completion()
+            raise
+        except BaseException:
+            self.close()
+            raise
+        self._delivered += piece.token is not None
+        return piece
+
+    def close(self) -> None:
+        """Cancel: the slot is free at once, and the completion holds what was delivered."""
+        if self.completion is None:
+            self._pieces.close()
+            self._engine._cancel(self._request, self._delivered)
+            self.completion = self._request.completion()
+
+    def __del__(self):
+        self._request.abandoned = True  # no lock here: the collector may run inside a step
+
+
+def _check_size(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name}={value!r}: expected an integer")
+    if value < 1:
+        raise ValueError(f"{name}={value}: expected at least 1")
+
+
+def _check_memory(file: GGUFFile, config: ModelConfig, weights: str, **shape) -> None:
+    """Refuse before anything is allocated what cannot fit."""
+    packed = resolve_mode(weights, file) == "packed"
+    needed = file.nbytes if packed else 4 * sum(int(np.prod(tensor.shape)) for tensor in file.tensors.values())
+    needed += state_nbytes(config, **shape)
+    stats = jax.devices()[0].memory_stats() or {}
+    available = stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else free_host_memory()
+    if needed > available:
+        raise OutOfMemory(needed, available)
+
+
+def _program_name(name) -> str:
+    return name if isinstance(name, str) else " ".join(map(str, name))

@@ -1,0 +1,1 @@
+"""GGUF files: bytes → a validated header, hyper-parameters, raw tensors. No JAX here."""

@@ -1,0 +1,187 @@
+"""Owns every device buffer and every compiled program; knows slots and tokens, not requests.
+
+All programs are compiled when a runner is made. Afterwards its methods only call them: nothing traces, nothing compiles,
+and the state keeps its addresses because every call donates it.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+
+from jaxserve import step
+from jaxserve.buckets import SCORE_CHUNK, Buckets
+from jaxserve.config import ModelConfig
+from jaxserve.models.weights import Weights
+from jaxserve.sampling import Options
+from jaxserve.state import MAX_STEPS, abstract_memory, abstract_state, init_memory, init_state
+
+Progress = Callable[[str, int, int], None]
+
+
+class Mail:
+    """A mailbox on its way to the host."""
+
+    def __init__(self, array: jax.Array):
+        self._array, self._value = array, None
+        array.copy_to_host_async()
+
+    def read(self) -> np.ndarray:
+        """i32 [slots, width]; waits for the device the first time. A true copy: the mailbox is donated again later."""
+        if self._value is None:
+            self._value, self._array = np.array(self._array), None
+        return self._value
+
+
+class Runner:
+    """The device side of an engine."""
+
+    def __init__(
+        self, weights: Weights, config: ModelConfig, *, slots: int, context: int, kv_dtype: str, progress: Progress | None = None
+    ):
+        self.weights, self.config = weights, config
+        self.slots, self.context, self.kv_dtype = slots, context, kv_dtype
+        self.buckets = Buckets.of(context, slots)
+        self.programs = _compile(self._lowerings(), progress)
+        self.reset()
+        self._warm_up()
+
+    def reset(self) -> None:
+        """(Re)allocate the state and the mailboxes; whatever the old ones held is gone."""
+        self.state = None
+        self.state = init_state(self.config, slots=self.slots, context=self.context, kv_dtype=self.kv_dtype)
+        put = lambda wide: jax.device_put(np.zeros((self.slots, step.mailbox_width(wide)), np.int32))  # noqa: E731
+        self._mailboxes = {wide: [put(wide), put(wide)] for wide in (False, True)}
+        self._mails: dict[bool, list[Mail | None]] = {False: [None, None], True: [None, None]}
+        self._rows: dict[tuple[int, ...], jax.Array] = {}
+
+    def close(self) -> None:
+        """Give the device memory back."""
+        for leaf in jax.tree.leaves((self.state, self.weights, self._mailboxes, self._rows)):
+            leaf.delete()
+        self.state = self.weights = None
+        self.programs = {}
+
+    # -- what a request needs, in order
+
+    def admit(self, slot: int, options: Options, limit: int) -> None:
+        """Give a slot a request's options and token limit."""
+        self.state = self.programs["admit"](self.state, np.int32(slot), options, np.int32(limit))
+
+    def prefill(self, slot: int, tokens: Sequence[int], start: int) -> int:
+        """Feed the next chunk of `tokens[start:]` at position `start`; with the last one the first token is drawn.
+
+        Returns how many tokens were fed.
+        """
+        size = self.buckets.chunk(len(tokens) - start)
+        fed = tokens[start : start + size]
+        padded = np.zeros(size, np.int32)
+        padded[: len(fed)] = fed
+        name = ("prefill", size, start + len(fed) == len(tokens))
+        place = (np.int32(x) for x in (slot, start, len(fed)))
+        self.state = self.programs[name](self.weights, self.state, padded, *place)
+        return len(fed)
+
+    def decode(self, rows: Sequence[int], *, sampled: bool, longest: int) -> None:
+        """One step for the given slots; `longest` is the most tokens one of them will have fed."""
+        lanes = self.buckets.lane(len(rows))
+        key = (*rows, *[self.slots] * (lanes - len(rows)))
+        if key not in self._rows:
+            self._rows[key] = jax.device_put(np.array(key, np.int32))
+        name = ("decode", lanes, self.buckets.reach(longest), sampled)
+        self.state = self.programs[name](self.weights, self.state, self._rows[key])
+
+    def peek(self, *, wide: bool) -> Mail:
+        """Copy status and drawn tokens (wide: and log-probabilities) into one of two mailboxes, and start it on its way."""
+        boxes, mails = self._mailboxes[wide], self._mails[wide]
+        if mails[0] is not None:
+            mails[0].read()  # before its mailbox is donated again
+        box = self.programs["peek", wide](boxes.pop(0), self.state)
+        boxes.append(box)
+        mails.append(Mail(box))
+        mails.pop(0)
+        return mails[-1]
+
+    def halt(self, slot: int, length: int) -> None:
+        """Freeze a slot; only its first `length` tokens count as fed."""
+        self.state = self.programs["halt"](self.state, np.int32(slot), np.int32(length))
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """Teacher-forced logits f32 [n, V], in a memory of their own."""
+        memory = init_memory(self.config, context=self.context, kv_dtype=self.kv_dtype)
+        size, out = min(SCORE_CHUNK, self.context), []
+        for start in range(0, len(tokens), size):
+            chunk = tokens[start : start + size]
+            padded = np.zeros(size, np.int32)
+            padded[: len(chunk)] = chunk
+            memory, scores = self.programs["score"](self.weights, memory, padded, np.int32(start), np.int32(len(chunk)))
+            out.append(np.array(scores)[: len(chunk)])
+        return np.concatenate(out)
+
+    # -- programs
+
+    def _lowerings(self) -> dict:
+        """Name → a thunk that lowers the program."""
+        config, i32 = self.config, jax.ShapeDtypeStruct((), np.int32)
+        shape = dict(slots=self.slots, context=self.context, kv_dtype=self.kv_dtype)
+        state = abstract_state(config, **shape)
+        memory = abstract_memory(config, slots=1, context=self.context, kv_dtype=self.kv_dtype)
+        options = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.options)
+        ids = lambda *shape: jax.ShapeDtypeStruct(shape, np.int32)  # noqa: E731
+        table = {
+            "admit": lambda: step.admit.lower(state, i32, options, i32),
+            "halt": lambda: step.halt.lower(state, i32, i32),
+            "score": lambda: step.score.lower(
+                self.weights, memory, ids(min(SCORE_CHUNK, self.context)), i32, i32, config=config
+            ),
+        }
+        for wide in (False, True):
+            table["peek", wide] = functools.partial(step.peek.lower, ids(self.slots, step.mailbox_width(wide)), state)
+        for size in self.buckets.chunks:
+            for final in (True, False) if size == self.buckets.chunks[-1] else (True,):
+                table["prefill", size, final] = functools.partial(
+                    step.prefill.lower, self.weights, state, ids(size), i32, i32, i32, config=config, final=final
+                )
+        for lanes in self.buckets.lanes:
+            for reach in self.buckets.reaches:
+                for sampled in (False, True):
+                    table["decode", lanes, reach, sampled] = functools.partial(
+                        step.decode.lower, self.weights, state, ids(lanes), config=config, sampled=sampled, reach=reach
+                    )
+        return table
+
+    def _warm_up(self) -> None:
+        """Run every step once on idle rows, so that the GPU's graphs are recorded before the first request."""
+        if jax.default_backend() == "cpu":
+            return
+        for name, program in self.programs.items():
+            if name[0] == "decode":
+                idle = jax.device_put(np.full(name[1], self.slots, np.int32))
+                self.state = program(self.weights, self.state, idle)
+            elif name[0] == "prefill":
+                self.state = program(self.weights, self.state, np.zeros(name[1], np.int32), *[np.int32(0)] * 3)
+        for wide in (False, True):
+            self.peek(wide=wide).read()
+        self.halt(0, 0)
+        jax.block_until_ready(self.state)
+
+
+def _compile(lowerings: dict, progress: Progress | None) -> dict:
+    """Lower one program after the other; XLA compiles them beside each other, outside Python's lock."""
+    done, compiled = 0, {}
+    with ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as pool:
+        waiting = {name: pool.submit(lambda lowered: lowered.compile(), lower()) for name, lower in lowerings.items()}
+        for name, future in waiting.items():
+            compiled[name] = future.result()
+            done += 1
+            if progress:
+                progress("programs", done, len(lowerings))
+    return compiled
+
+
+def drawn_tokens(mail: np.ndarray, slot: int) -> tuple[int, list[int]]:
+    """(status, drawn ids) of a slot."""
+    return int(mail[slot, 0]), [int(token) for token in mail[slot, 1 : 1 + MAX_STEPS] if token >= 0]

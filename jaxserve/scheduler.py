@@ -1,0 +1,175 @@
+"""The loop: admit, dispatch, collect. Sequential, one screen; whoever waits for a result steps for everyone.
+
+    admit      waiting requests take free slots, in order of arrival
+    dispatch   one prefill chunk of the oldest request that needs one, then one decode step for all rows that run
+    collect    read the mail of the dispatch before this one: the device is already busy with the next
+
+A row that ended on a stop id is found out one step late: the device had frozen it, so the extra step wrote nothing.
+"""
+
+import itertools
+from collections import Counter, deque
+from typing import NamedTuple
+
+import jax
+
+from jaxserve.errors import EngineError
+from jaxserve.request import DECODING, PREFILLING, Request, read_logprobs
+from jaxserve.runner import Mail, Runner, drawn_tokens
+from jaxserve.state import BROKEN, STOPPED
+from jaxserve.timing import PhaseLog
+
+NON_FINITE = "the model produced non-finite logits: the weights or the kv dtype do not suit it (try kv_dtype='float32')"
+
+
+class Ticket(NamedTuple):
+    """A dispatch whose tokens are on their way."""
+
+    mail: Mail
+    requests: tuple[Request, ...]
+    wide: bool
+
+
+class Scheduler:
+    """Requests in flight on one runner. Not thread-safe: the engine holds its lock around every call."""
+
+    def __init__(self, runner: Runner, log: PhaseLog):
+        self.runner, self.log = runner, log
+        self.waiting: deque[Request] = deque()
+        self.slots: list[Request | None] = [None] * runner.slots
+        self.tickets: deque[Ticket] = deque()
+        self.counters = Counter()
+        self.steps = itertools.count()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+        self.counters["requests"] += 1
+        if request.limit == 0:
+            request.finish("length")
+        else:
+            self.waiting.append(request)
+
+    def step(self, caller: Request | None = None) -> None:
+        """One turn of the loop. If it fails or is interrupted half-way, the state is made anew and every request in flight
+        ends: the caller's with the error itself, the others with EngineError."""
+        try:
+            self._admit()
+            self._collect(leave=1 if self._dispatch() else 0)
+        except BaseException as error:
+            self.recover(error, caller)
+            raise
+
+    def cancel(self, request: Request, tokens: int, stream) -> None:
+        """End a request of which only `tokens` tokens were delivered."""
+        if request.slot is not None:
+            self._release(request, halt=True, length=len(request.prompt) + tokens)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        request.cut(tokens, stream)
+
+    def recover(self, error: BaseException, caller: Request | None) -> None:
+        """Fail what is in flight and start from an empty state."""
+        self.counters["recoveries"] += 1
+        self.tickets.clear()
+        for request in [*self.waiting, *filter(None, self.slots)]:
+            other = EngineError(f"another request's step failed ({type(error).__name__}: {error}); submit this one again")
+            request.finish("error", error if request is caller else other)
+            request.slot = None
+        self.waiting.clear()
+        self.slots = [None] * self.runner.slots
+        self.runner.reset()
+
+    # -- admit
+
+    def _admit(self) -> None:
+        self.reap()
+        while self.waiting and None in self.slots:
+            request = self.waiting.popleft()
+            request.slot = self.slots.index(None)
+            self.slots[request.slot] = request
+            self.runner.admit(request.slot, request.options, request.limit)
+            request.start()
+            self.log.mark(request.number, "queue", request.admitted - request.submitted, slot=request.slot)
+            self.log.mark(request.number, "route prefill", why="no prefix reuse", prompt=len(request.prompt))
+
+    def reap(self) -> None:
+        """Free the slots of streams that nobody holds any more."""
+        for request in [*self.waiting, *filter(None, self.slots)]:
+            if request.abandoned:
+                self.cancel(request, len(request.tokens), request.text)
+
+    # -- dispatch
+
+    def _dispatch(self) -> bool:
+        return self._prefill() | self._decode()
+
+    def _prefill(self) -> bool:
+        needy = [r for r in self.slots if r is not None and r.phase == PREFILLING]
+        if not needy:
+            return False
+        request = min(needy, key=lambda r: r.number)
+        with jax.profiler.StepTraceAnnotation("prefill", step_num=next(self.steps)):
+            request.fed += self.runner.prefill(request.slot, request.prompt, request.fed)
+        self.counters["prefill_chunks"] += 1
+        if request.fed == len(request.prompt):
+            request.phase, request.asked = DECODING, 1
+            self._mail((request,))
+        return True
+
+    def _decode(self) -> bool:
+        running = tuple(r for r in self.slots if r is not None and r.phase == DECODING and r.asked < r.limit)
+        if not running:
+            return False
+        with jax.profiler.StepTraceAnnotation("decode", step_num=next(self.steps)):
+            self.runner.decode(
+                [r.slot for r in running], sampled=any(r.sampled for r in running), longest=max(r.end for r in running)
+            )
+            for request in running:
+                request.asked += 1
+            self._mail(running)
+        self.counters["decode_steps"] += 1
+        return True
+
+    def _mail(self, requests: tuple[Request, ...]) -> None:
+        wide = any(r.params.logprobs for r in requests)
+        self.tickets.append(Ticket(self.runner.peek(wide=wide), requests, wide))
+
+    # -- collect
+
+    def _collect(self, leave: int) -> None:
+        while len(self.tickets) > leave:
+            ticket = self.tickets.popleft()
+            mail = ticket.mail.read()
+            for request in ticket.requests:
+                if not request.done:
+                    self._receive(request, mail)
+
+    def _receive(self, request: Request, mail) -> None:
+        status, drawn = drawn_tokens(mail, request.slot)
+        stop = status == STOPPED
+        for index, token in enumerate(drawn):
+            if status == BROKEN or (stop and index == len(drawn) - 1):
+                break
+            top = request.params.logprobs
+            request.receive(token, read_logprobs(mail, request.slot, index, token, top) if top else None)
+            self.counters["tokens"] += 1
+            if len(request.tokens) == 1:
+                self.log.mark(request.number, "prefill", request.first - request.admitted, tokens=request.fed)
+            if request.done:  # a stop string: the device does not know of it
+                break
+        if status == BROKEN:
+            request.finish("error", EngineError(NON_FINITE))
+        elif stop:
+            request.finish("stop")
+        elif len(request.tokens) >= request.limit:
+            request.finish("length")
+        if request.done:
+            self.log.mark(request.number, f"done {request.finish_reason}", tokens=len(request.tokens))
+            device_knows = stop or len(request.tokens) >= request.limit
+            self._release(request, halt=not device_knows, length=len(request.prompt) + len(request.tokens))
+
+    def _release(self, request: Request, *, halt: bool, length: int) -> None:
+        if halt:
+            self.runner.halt(request.slot, length)
+        self.slots[request.slot] = None
+        request.slot = None
