@@ -2,8 +2,8 @@
 
 import dataclasses
 
-CHUNKS = (16, 64, 512)  # tokens of a prefill call
-FIRST_REACH = 512  # cached positions a short row's decode step looks at; larger reaches grow by REACH_FACTOR
+CHUNKS = {"cpu": (32, 256), "gpu": (64, 512)}  # tokens of a prefill call, by platform
+FIRST_REACH = 1024  # cached positions a short row's decode step looks at; larger reaches grow by REACH_FACTOR
 REACH_FACTOR = 4
 SCORE_CHUNK = 64  # tokens of a teacher-forced call: its logits are [64, V] f32
 
@@ -17,9 +17,9 @@ class Buckets:
     lanes: tuple[int, ...]
 
     @classmethod
-    def of(cls, context: int, slots: int) -> "Buckets":
-        """Sizes for a context and a number of slots."""
-        chunks = tuple(size for size in CHUNKS if size < context) or (context,)
+    def of(cls, context: int, slots: int, platform: str) -> "Buckets":
+        """Sizes for a context, a number of slots and a JAX platform ("cpu", "gpu")."""
+        chunks = tuple(size for size in CHUNKS.get(platform, CHUNKS["gpu"]) if size < context) or (context,)
         reaches, reach = [], FIRST_REACH
         while reach < context:
             reaches.append(reach)
@@ -31,8 +31,9 @@ class Buckets:
         return cls(chunks, (*reaches, context), (*lanes, slots))
 
     def chunk(self, remaining: int) -> int:
-        """The size of the next prefill call: the smallest that holds the rest of the prompt, else the largest."""
-        return _ceiling(self.chunks, min(remaining, self.chunks[-1]))
+        """The size of the next prefill call: the largest that the rest of the prompt fills to more than half, else the
+        smallest."""
+        return next((size for size in reversed(self.chunks) if remaining > size // 2), self.chunks[0])
 
     def reach(self, length: int) -> int:
         """The smallest reach that covers `length` cached positions."""

@@ -30,5 +30,7 @@ def enable_compilation_cache() -> None:
         os.makedirs(folder, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        warnings.warn(f"compilation cache {folder} cannot be used ({error}): every start compiles anew", stacklevel=3)
+        warnings.warn(
+            f"compilation cache {folder} cannot be used ({error}): every start compiles anew", stacklevel=3
+        )
         jax.config.update("jax_enable_compilation_cache", False)

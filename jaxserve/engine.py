@@ -136,18 +136,27 @@ class Engine:
             raise
         return request.completion()
 
-    def stream(self, prompt: str | Sequence[int] | np.ndarray, params: SamplingParams | None = None) -> "Stream":
+    def stream(
+        self, prompt: str | Sequence[int] | np.ndarray, params: SamplingParams | None = None
+    ) -> "Stream":
         """Generate piece by piece. Closing or dropping the iterator cancels."""
         return Stream(self, self._submit(prompt, params))
 
     def chat(
-        self, messages: Sequence[dict], params: SamplingParams | None = None, *, tools: Sequence[dict] | None = None, **template_variables
+        self,
+        messages: Sequence[dict],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[dict] | None = None,
+        **template_variables,
     ) -> Completion:
         """Render the messages with the model's chat template and generate the reply.
 
         Special tokens count only where the template wrote them; what a message's content spells is ordinary text.
         """
-        return self.generate(self.tokenizer.encode_chat(messages, tools=tools, **template_variables).ids, params)
+        return self.generate(
+            self.tokenizer.encode_chat(messages, tools=tools, **template_variables).ids, params
+        )
 
     def logits(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Teacher-forced logits f32 [n, V] of every position. Touches no slot."""
@@ -161,7 +170,9 @@ class Engine:
             scheduler = self._open()._scheduler
             scheduler.reap()
             return {
-                **{name: 0 for name in ("requests", "tokens", "prefill_chunks", "decode_steps", "recoveries")},
+                **{
+                    name: 0 for name in ("requests", "tokens", "prefill_chunks", "decode_steps", "recoveries")
+                },
                 **scheduler.counters,
                 "programs": len(self.programs),
                 "slots": self.slots,
@@ -183,7 +194,9 @@ class Engine:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params={params!r}: expected a SamplingParams")
-        ids = self._check_prompt(self.tokenizer.encode(prompt) if isinstance(prompt, str) and prompt else prompt)
+        ids = self._check_prompt(
+            self.tokenizer.encode(prompt) if isinstance(prompt, str) and prompt else prompt
+        )
         tokenizer = self._text_or_none(required=bool(params.stop))
         seed = secrets.randbits(64) if params.seed is None else params.seed
         end_ids = tokenizer.end_ids if tokenizer else self._end_ids_without_tokenizer()
@@ -226,7 +239,11 @@ class Engine:
     def _check_prompt(self, prompt) -> list[int]:
         """Ids as Python ints, refused before any device work when they cannot be served."""
         if isinstance(prompt, (str, bytes)):
-            raise ValueError("the prompt is empty") if not prompt else TypeError("token ids or a str expected, got bytes")
+            raise (
+                ValueError("the prompt is empty")
+                if not prompt
+                else TypeError("token ids or a str expected, got bytes")
+            )
         ids = np.asarray(prompt)
         if ids.ndim != 1:
             raise ValueError(f"the prompt has shape {ids.shape}: expected one sequence of token ids")
@@ -237,7 +254,9 @@ class Engine:
         wrong = (ids < 0) | (ids >= self.config.vocab_size)
         if wrong.any():
             at = int(wrong.argmax())
-            raise ValueError(f"token id {ids[at]} at position {at} is outside the vocabulary: expected 0 ≤ id < {self.config.vocab_size:,}")
+            raise ValueError(
+                f"token id {ids[at]} at position {at} is outside the vocabulary: expected 0 ≤ id < {self.config.vocab_size:,}"
+            )
         if ids.size > self.context:
             raise ContextLimitExceeded(ids.size, self.context)
         return ids.tolist()
@@ -303,7 +322,9 @@ def _check_size(name: str, value: int) -> None:
 def _check_memory(file: GGUFFile, config: ModelConfig, weights: str, **shape) -> None:
     """Refuse before anything is allocated what cannot fit."""
     packed = resolve_mode(weights, file) == "packed"
-    needed = file.nbytes if packed else 4 * sum(int(np.prod(tensor.shape)) for tensor in file.tensors.values())
+    needed = (
+        file.nbytes if packed else 4 * sum(int(np.prod(tensor.shape)) for tensor in file.tensors.values())
+    )
     needed += state_nbytes(config, **shape)
     stats = jax.devices()[0].memory_stats() or {}
     available = stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else free_host_memory()

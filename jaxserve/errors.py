@@ -35,9 +35,13 @@ class InvalidState(JaxserveError):
 class OutOfMemory(JaxserveError):
     """The device cannot hold what was asked for."""
 
-    def __init__(self, needed: int, available: int, remedy: str = "load with a smaller context or fewer slots"):
+    def __init__(
+        self, needed: int, available: int, remedy: str = "load with a smaller context or fewer slots"
+    ):
         self.needed, self.available = needed, available
-        super().__init__(f"needs {needed / 2**20:,.0f} MiB on the device, {available / 2**20:,.0f} MiB are free: {remedy}")
+        super().__init__(
+            f"needs {needed / 2**20:,.0f} MiB on the device, {available / 2**20:,.0f} MiB are free: {remedy}"
+        )
 
 
 class EngineError(JaxserveError):

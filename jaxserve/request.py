@@ -17,7 +17,15 @@ WAITING, PREFILLING, DECODING, DONE = "waiting", "prefilling", "decoding", "done
 class Request:
     """What was asked, how far it is, and what has come out."""
 
-    def __init__(self, number: int, prompt: Sequence[int], params: SamplingParams, options: Options, limit: int, text=None):
+    def __init__(
+        self,
+        number: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        options: Options,
+        limit: int,
+        text=None,
+    ):
         self.number, self.prompt, self.params, self.options = number, prompt, params, options
         self.limit = limit  # tokens it may draw: max_tokens, or what the context leaves
         self.text = text  # TextStream, or None for a file without a tokenizer

@@ -40,11 +40,18 @@ class Runner:
     """The device side of an engine."""
 
     def __init__(
-        self, weights: Weights, config: ModelConfig, *, slots: int, context: int, kv_dtype: str, progress: Progress | None = None
+        self,
+        weights: Weights,
+        config: ModelConfig,
+        *,
+        slots: int,
+        context: int,
+        kv_dtype: str,
+        progress: Progress | None = None,
     ):
         self.weights, self.config = weights, config
         self.slots, self.context, self.kv_dtype = slots, context, kv_dtype
-        self.buckets = Buckets.of(context, slots)
+        self.buckets = Buckets.of(context, slots, jax.default_backend())
         self.programs = _compile(self._lowerings(), progress)
         self.reset()
         self._warm_up()
@@ -117,7 +124,9 @@ class Runner:
             chunk = tokens[start : start + size]
             padded = np.zeros(size, np.int32)
             padded[: len(chunk)] = chunk
-            memory, scores = self.programs["score"](self.weights, memory, padded, np.int32(start), np.int32(len(chunk)))
+            memory, scores = self.programs["score"](
+                self.weights, memory, padded, np.int32(start), np.int32(len(chunk))
+            )
             out.append(np.array(scores)[: len(chunk)])
         return np.concatenate(out)
 
@@ -139,17 +148,33 @@ class Runner:
             ),
         }
         for wide in (False, True):
-            table["peek", wide] = functools.partial(step.peek.lower, ids(self.slots, step.mailbox_width(wide)), state)
+            table["peek", wide] = functools.partial(
+                step.peek.lower, ids(self.slots, step.mailbox_width(wide)), state
+            )
         for size in self.buckets.chunks:
-            for final in (True, False) if size == self.buckets.chunks[-1] else (True,):
+            for final in (True, False):
                 table["prefill", size, final] = functools.partial(
-                    step.prefill.lower, self.weights, state, ids(size), i32, i32, i32, config=config, final=final
+                    step.prefill.lower,
+                    self.weights,
+                    state,
+                    ids(size),
+                    i32,
+                    i32,
+                    i32,
+                    config=config,
+                    final=final,
                 )
         for lanes in self.buckets.lanes:
             for reach in self.buckets.reaches:
                 for sampled in (False, True):
                     table["decode", lanes, reach, sampled] = functools.partial(
-                        step.decode.lower, self.weights, state, ids(lanes), config=config, sampled=sampled, reach=reach
+                        step.decode.lower,
+                        self.weights,
+                        state,
+                        ids(lanes),
+                        config=config,
+                        sampled=sampled,
+                        reach=reach,
                     )
         return table
 
@@ -162,7 +187,9 @@ class Runner:
                 idle = jax.device_put(np.full(name[1], self.slots, np.int32))
                 self.state = program(self.weights, self.state, idle)
             elif name[0] == "prefill":
-                self.state = program(self.weights, self.state, np.zeros(name[1], np.int32), *[np.int32(0)] * 3)
+                self.state = program(
+                    self.weights, self.state, np.zeros(name[1], np.int32), *[np.int32(0)] * 3
+                )
         for wide in (False, True):
             self.peek(wide=wide).read()
         self.halt(0, 0)
@@ -173,7 +200,9 @@ def _compile(lowerings: dict, progress: Progress | None) -> dict:
     """Lower one program after the other; XLA compiles them beside each other, outside Python's lock."""
     done, compiled = 0, {}
     with ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as pool:
-        waiting = {name: pool.submit(lambda lowered: lowered.compile(), lower()) for name, lower in lowerings.items()}
+        waiting = {
+            name: pool.submit(lambda lowered: lowered.compile(), lower()) for name, lower in lowerings.items()
+        }
         for name, future in waiting.items():
             compiled[name] = future.result()
             done += 1

@@ -72,7 +72,9 @@ class Scheduler:
         self.counters["recoveries"] += 1
         self.tickets.clear()
         for request in [*self.waiting, *filter(None, self.slots)]:
-            other = EngineError(f"another request's step failed ({type(error).__name__}: {error}); submit this one again")
+            other = EngineError(
+                f"another request's step failed ({type(error).__name__}: {error}); submit this one again"
+            )
             request.finish("error", error if request is caller else other)
             request.slot = None
         self.waiting.clear()
@@ -122,7 +124,9 @@ class Scheduler:
             return False
         with jax.profiler.StepTraceAnnotation("decode", step_num=next(self.steps)):
             self.runner.decode(
-                [r.slot for r in running], sampled=any(r.sampled for r in running), longest=max(r.end for r in running)
+                [r.slot for r in running],
+                sampled=any(r.sampled for r in running),
+                longest=max(r.end for r in running),
             )
             for request in running:
                 request.asked += 1

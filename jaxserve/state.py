@@ -53,12 +53,16 @@ class State:
 def abstract_memory(config: ModelConfig, *, slots: int, context: int, kv_dtype: str = "float16") -> Memory:
     """Shapes and dtypes of `Memory` as ShapeDtypeStructs."""
     attention, recurrent, delta = config.layers_of("attention"), config.layers_of("delta"), config.delta
-    kv = jax.ShapeDtypeStruct((attention, slots, config.kv_heads, context, config.head_dim), jnp.dtype(kv_dtype))
+    kv = jax.ShapeDtypeStruct(
+        (attention, slots, config.kv_heads, context, config.head_dim), jnp.dtype(kv_dtype)
+    )
     f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(jnp.float32))
     return Memory(
         keys=kv if attention else None,
         values=kv if attention else None,
-        delta=f32((recurrent, slots, delta.value_heads, delta.value_dim, delta.key_dim)) if recurrent else None,
+        delta=f32((recurrent, slots, delta.value_heads, delta.value_dim, delta.key_dim))
+        if recurrent
+        else None,
         conv=f32((recurrent, slots, delta.conv_width - 1, delta.channels)) if recurrent else None,
     )
 
@@ -84,12 +88,16 @@ def abstract_state(config: ModelConfig, *, slots: int, context: int, kv_dtype: s
     )
 
 
-def init_state(config: ModelConfig, *, slots: int = 1, context: int = 4096, kv_dtype: str = "float16") -> State:
+def init_state(
+    config: ModelConfig, *, slots: int = 1, context: int = 4096, kv_dtype: str = "float16"
+) -> State:
     """An empty state: all rows IDLE. Every leaf is its own buffer, so that all of them can be donated."""
     return _zeros(_Abstract.of(abstract_state(config, slots=slots, context=context, kv_dtype=kv_dtype)))
 
 
-def init_memory(config: ModelConfig, *, slots: int = 1, context: int = 4096, kv_dtype: str = "float16") -> Memory:
+def init_memory(
+    config: ModelConfig, *, slots: int = 1, context: int = 4096, kv_dtype: str = "float16"
+) -> Memory:
     """An empty memory alone, for teacher-forced scoring."""
     return _zeros(_Abstract.of(abstract_memory(config, slots=slots, context=context, kv_dtype=kv_dtype)))
 
@@ -99,7 +107,9 @@ def nbytes(tree) -> int:
     return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
 
 
-def state_nbytes(config: ModelConfig, *, slots: int = 1, context: int = 4096, kv_dtype: str = "float16") -> int:
+def state_nbytes(
+    config: ModelConfig, *, slots: int = 1, context: int = 4096, kv_dtype: str = "float16"
+) -> int:
     """Device bytes `init_state` takes."""
     return nbytes(abstract_state(config, slots=slots, context=context, kv_dtype=kv_dtype))
 
@@ -119,4 +129,6 @@ class _Abstract:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _zeros(abstract: _Abstract):
-    return jax.tree.unflatten(abstract.structure, [jnp.zeros(shape, dtype) for shape, dtype in abstract.leaves])
+    return jax.tree.unflatten(
+        abstract.structure, [jnp.zeros(shape, dtype) for shape, dtype in abstract.leaves]
+    )

@@ -39,7 +39,15 @@ def admit(state: State, slot: jax.Array, options: Options, limit: jax.Array = UN
 
 @functools.partial(jax.jit, static_argnames=("config", "final"), donate_argnums=1)
 def prefill(
-    weights: Weights, state: State, tokens: jax.Array, slot: jax.Array, start: jax.Array, count: jax.Array, *, config: ModelConfig, final: bool
+    weights: Weights,
+    state: State,
+    tokens: jax.Array,
+    slot: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    *,
+    config: ModelConfig,
+    final: bool,
 ) -> State:
     """Feed the first `count` of T tokens at positions start, start + 1, … of a slot.
 
@@ -62,7 +70,14 @@ def prefill(
 
 @functools.partial(jax.jit, static_argnames=("config", "steps", "sampled", "reach"), donate_argnums=1)
 def decode(
-    weights: Weights, state: State, rows: jax.Array, *, config: ModelConfig, steps: int = 1, sampled: bool = False, reach: int | None = None
+    weights: Weights,
+    state: State,
+    rows: jax.Array,
+    *,
+    config: ModelConfig,
+    steps: int = 1,
+    sampled: bool = False,
+    reach: int | None = None,
 ) -> State:
     """Feed each RUNNING row's drawn token and draw the next, `steps` times.
 
@@ -104,7 +119,13 @@ def halt(state: State, slot: jax.Array, length: jax.Array) -> State:
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnums=1)
 def score(
-    weights: Weights, memory: Memory, tokens: jax.Array, start: jax.Array, count: jax.Array, *, config: ModelConfig
+    weights: Weights,
+    memory: Memory,
+    tokens: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    *,
+    config: ModelConfig,
 ) -> tuple[Memory, jax.Array]:
     """Teacher forcing: feed a chunk into a one-slot memory and return the logits of every position.   tokens: i32 [T] → f32 [T, V]"""
     span = Span(jnp.zeros(1, jnp.int32), *(x.reshape(1) for x in (start, count)))
@@ -112,7 +133,9 @@ def score(
     return memory, logits(weights, x[0], config=config)
 
 
-def _decode_one(weights: Weights, rows: jax.Array, state: State, index, *, config: ModelConfig, sampled: bool, reach: int) -> State:
+def _decode_one(
+    weights: Weights, rows: jax.Array, state: State, index, *, config: ModelConfig, sampled: bool, reach: int
+) -> State:
     slots, capacity = state.history.shape
     row = lambda leaf: leaf.at[rows].get(mode="clip")  # noqa: E731  (an idle lane reads some row and writes none)
     length = row(state.length)
@@ -123,7 +146,9 @@ def _decode_one(weights: Weights, rows: jax.Array, state: State, index, *, confi
     target = jnp.where(active, rows, slots)
     put = lambda leaf, new: leaf.at[target].set(new, mode="drop", unique_indices=True)  # noqa: E731
     if sampled:
-        counts = sampling.slide_counts(row(state.counts), row(state.history), length, row(state.options.window), token, active)
+        counts = sampling.slide_counts(
+            row(state.counts), row(state.history), length, row(state.options.window), token, active
+        )
         state = state.replace(counts=put(state.counts, counts))
     state = state.replace(
         memory=memory,
@@ -147,7 +172,8 @@ def _draw(state: State, rows: jax.Array, active: jax.Array, index, *, sampled: b
             token = sampling.draw(raw, row(state.counts), options, row(state.length))
             own, ids, values = sampling.log_probabilities(raw, token)
             state = state.replace(
-                logprobs=now(state.logprobs, jnp.concatenate([own[:, None], values], axis=1)), likely=now(state.likely, ids)
+                logprobs=now(state.logprobs, jnp.concatenate([own[:, None], values], axis=1)),
+                likely=now(state.likely, ids),
             )
         else:
             token = sampling.greedy(raw)

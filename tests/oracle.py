@@ -36,6 +36,8 @@ def assert_same_up_to_near_tie(tokens, expected, gaps, margin: float) -> int:
     """Greedy tokens must agree until the reference's two best logits lie within `margin`. Returns how many agreed."""
     for i, (ours, theirs) in enumerate(zip(tokens, expected, strict=False)):
         if ours != theirs:
-            assert gaps[i] < margin, f"token {i} is {ours}, the reference drew {theirs} with a gap of {gaps[i]}"
+            assert gaps[i] < margin, (
+                f"token {i} is {ours}, the reference drew {theirs} with a gap of {gaps[i]}"
+            )
             return i
     return min(len(tokens), len(expected))

@@ -18,7 +18,9 @@ def cache(seed):
     return normal(seed, LAYERS, SLOTS, KV, CAPACITY, DIM)
 
 
-@pytest.mark.parametrize("start, count", [(0, 5), (0, 16), (3, 16), (690, 10), (690, 16), (684, 16), (699, 1), (8, 0)])
+@pytest.mark.parametrize(
+    "start, count", [(0, 5), (0, 16), (3, 16), (690, 10), (690, 16), (684, 16), (699, 1), (8, 0)]
+)
 def test_a_chunk_lands_at_its_positions_and_touches_nothing_else(start, count):
     before, new = cache(0), normal(1, 16, KV, DIM)
     after = write_chunk(before, new, np.int32(1), np.int32(2), np.int32(start), np.int32(count))
@@ -42,7 +44,9 @@ def test_tokens_of_inactive_rows_and_past_the_end_are_dropped():
 def test_a_chunk_attends_as_the_definition_says(start, length, window):
     keys, values, q = cache(0), cache(1), normal(2, length, HEADS, DIM)
     place = (np.int32(1), np.int32(2), np.int32(start))
-    out = jax.jit(attend_chunk, static_argnames=("scale", "window"))(q, keys, values, *place, scale=0.3, window=window)
+    out = jax.jit(attend_chunk, static_argnames=("scale", "window"))(
+        q, keys, values, *place, scale=0.3, window=window
+    )
     end = start + length
     k, v = (np.array(c)[1, 2, :, :end].transpose(1, 0, 2) for c in (keys, values))
     np.testing.assert_allclose(out, attention_reference(q, k, v, start, scale=0.3, window=window), atol=2e-6)
@@ -54,7 +58,9 @@ def test_single_tokens_attend_as_the_definition_says(rows, window):
     keys, values = cache(0), cache(1)
     position = np.array([0, 300, 511])[: len(rows)]
     q = normal(2, len(rows), HEADS, DIM)
-    out = attend_tokens(q, keys, values, 1, jnp.array(rows), jnp.array(position), scale=0.3, window=window, span=512)
+    out = attend_tokens(
+        q, keys, values, 1, jnp.array(rows), jnp.array(position), scale=0.3, window=window, span=512
+    )
     for i, (row, at) in enumerate(zip(rows, position, strict=True)):
         k, v = (np.array(c)[1, row, :, : at + 1].transpose(1, 0, 2) for c in (keys, values))
         expected = attention_reference(q[i : i + 1], k, v, at, scale=0.3, window=window)[0]

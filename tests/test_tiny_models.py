@@ -31,7 +31,9 @@ def test_logits_equal_the_reference_at_every_position(name):
     for case, length in enumerate((1, 17, 130)):
         positions, expected = reference(name, length)
         logits = engine(name).logits(tiny_models()[name]["prompts"][case])
-        np.testing.assert_allclose(logits[positions], expected, atol=2e-3 if "gemma3-q" not in name else 1e-2, rtol=0)
+        np.testing.assert_allclose(
+            logits[positions], expected, atol=2e-3 if "gemma3-q" not in name else 1e-2, rtol=0
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 from collections import Counter, defaultdict
 
+import jax
 import numpy as np
 
 from jaxserve.buckets import Buckets
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     tensors = footprints(file.tensors.values(), config, mode)
     state = state_nbytes(config, slots=args.slots, context=context, kv_dtype=args.kv_dtype)
     report = describe(file, config, tensors, mode) | {
-        "buckets": dataclasses.asdict(Buckets.of(context, args.slots)),
+        "buckets": dataclasses.asdict(Buckets.of(context, args.slots, jax.default_backend())),
         "memory": {
             "context": context,
             "slots": args.slots,

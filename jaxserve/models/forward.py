@@ -35,12 +35,22 @@ def hidden_states(
     with jax.named_scope("embed"):
         x = quant.take_rows(weights.embed, tokens) * config.embed_scale
         positions = span.start[:, None] + jnp.arange(tokens.shape[1])
-        rope = {name: rope_tables(positions, table, config.rope_magnitude) for name, table in weights.rope.items()}
+        rope = {
+            name: rope_tables(positions, table, config.rope_magnitude) for name, table in weights.rope.items()
+        }
     for index, layer in enumerate(config.layers):
         # `rank` is an array, so that all layers of a kind share one trace; XLA folds it back to a constant.
         parameters = layer_weights(weights, config, index)
         memory, x = _block(
-            parameters, memory, x, span, rope.get(layer.rope), np.int32(layer.rank), config=config, layer=_shared(layer), reach=reach
+            parameters,
+            memory,
+            x,
+            span,
+            rope.get(layer.rope),
+            np.int32(layer.rank),
+            config=config,
+            layer=_shared(layer),
+            reach=reach,
         )
     return memory, x
 
@@ -66,7 +76,9 @@ def _layer(w, memory, x, span, rope, rank, *, config: ModelConfig, layer: Layer,
         h = norm(x, "attn_norm")
     if layer.kind == "attention":
         with jax.named_scope("attention"):
-            memory, h = attention(w, memory, h, span, rope, rank, config=config, window=layer.window, reach=reach)
+            memory, h = attention(
+                w, memory, h, span, rope, rank, config=config, window=layer.window, reach=reach
+            )
     else:
         with jax.named_scope("delta"):
             memory, h = delta_net(w, memory, h, span, rank, config=config)
@@ -96,7 +108,9 @@ def _experts(w: dict, h: jax.Array, config: ModelConfig) -> jax.Array:
     flat = h.reshape(-1, h.shape[-1])
     chosen = moe.route(flat, w["router"], config.experts.used)
     run = moe.moe_decode if h.shape[1] == 1 else moe.moe_prefill
-    out = run(flat, *chosen, w["experts_gate_up"], w["experts_down"], ACTIVATIONS[config.activation]).reshape(h.shape)
+    out = run(flat, *chosen, w["experts_gate_up"], w["experts_down"], ACTIVATIONS[config.activation]).reshape(
+        h.shape
+    )
     if not config.experts.shared:
         return out
     shared = project(_gated(project(h, w["shared_gate_up"]), config), w["shared_down"])

@@ -32,7 +32,16 @@ def project(x: jax.Array, parts: tuple, bias: jax.Array | None = None) -> jax.Ar
 
 
 def attention(
-    w: dict, memory: Memory, h: jax.Array, span: Span, rope, rank, *, config: ModelConfig, window: int, reach: int
+    w: dict,
+    memory: Memory,
+    h: jax.Array,
+    span: Span,
+    rope,
+    rank,
+    *,
+    config: ModelConfig,
+    window: int,
+    reach: int,
 ) -> tuple[Memory, jax.Array]:
     """Project, normalise, rotate, write k and v, attend, project back.   h: f32 [B, T, E] → memory, f32 [B, T, E]
 
@@ -50,7 +59,9 @@ def attention(
     if "q_norm" in w:
         q, k = rms_norm(q, w["q_norm"], config.norm_eps), rms_norm(k, w["k_norm"], config.norm_eps)
     q, k = (rotate(x, rope, config.rope_interleaved) for x in (q, k))
-    memory, out = _attend(memory, q, k, v, span, rank, scale=config.attention_scale, window=window, reach=reach)
+    memory, out = _attend(
+        memory, q, k, v, span, rank, scale=config.attention_scale, window=window, reach=reach
+    )
     if gate is not None:
         out = out * jax.nn.sigmoid(gate)
     return memory, project(out.reshape(batch, length, heads * dim), w["attn_out"], w.get("attn_out_bias"))
@@ -60,7 +71,8 @@ def _attend(memory: Memory, q, k, v, span: Span, rank, *, scale: float, window: 
     if q.shape[1] == 1:
         place = (rank, span.rows, span.start)
         keys, values = (
-            kv.write_tokens(cache, new[:, 0], *place, span.count > 0) for cache, new in ((memory.keys, k), (memory.values, v))
+            kv.write_tokens(cache, new[:, 0], *place, span.count > 0)
+            for cache, new in ((memory.keys, k), (memory.values, v))
         )
         out = kv.attend_tokens(q[:, 0], keys, values, *place, scale=scale, window=window, span=reach)[:, None]
     else:
@@ -73,7 +85,9 @@ def _attend(memory: Memory, q, k, v, span: Span, rank, *, scale: float, window: 
     return memory.replace(keys=keys, values=values), out
 
 
-def delta_net(w: dict, memory: Memory, h: jax.Array, span: Span, rank, *, config: ModelConfig) -> tuple[Memory, jax.Array]:
+def delta_net(
+    w: dict, memory: Memory, h: jax.Array, span: Span, rank, *, config: ModelConfig
+) -> tuple[Memory, jax.Array]:
     """Project, convolve, update the recurrent state, gate, project back.   h: f32 [B, T, E] → memory, f32 [B, T, E]
 
     A row that starts at position 0 starts from a zero state; an inactive row and padding leave theirs as it is.
@@ -90,7 +104,9 @@ def delta_net(w: dict, memory: Memory, h: jax.Array, span: Span, rank, *, config
     q, k, v = jnp.split(u, [key_size, 2 * key_size], axis=-1)
     q, k = (
         delta.expand_heads(
-            delta.l2_normalise(x.reshape(batch, length, d.key_heads, d.key_dim), config.norm_eps), d.value_heads, d.grouped
+            delta.l2_normalise(x.reshape(batch, length, d.key_heads, d.key_dim), config.norm_eps),
+            d.value_heads,
+            d.grouped,
         )
         for x in (q, k)
     )
@@ -115,7 +131,9 @@ def delta_net(w: dict, memory: Memory, h: jax.Array, span: Span, rank, *, config
 def _read(stack: jax.Array, rank, rows: jax.Array, fresh: jax.Array) -> jax.Array:
     """stack[rank, rows], zero where fresh.   [Lr, slots, …] → [B, …]"""
     if rows.shape[0] == 1:
-        found = lax.dynamic_slice(stack, (rank, rows[0], *[0] * (stack.ndim - 2)), (1, 1, *stack.shape[2:]))[0]
+        found = lax.dynamic_slice(stack, (rank, rows[0], *[0] * (stack.ndim - 2)), (1, 1, *stack.shape[2:]))[
+            0
+        ]
     else:
         found = stack[rank, rows]
     return jnp.where(fresh.reshape(-1, *[1] * (found.ndim - 1)), 0.0, found)

@@ -32,7 +32,10 @@ PROJECTIONS = {
     "shared_gate_up": ("ffn_gate_shexp", "ffn_up_shexp"),
     "shared_down": ("ffn_down_shexp",),
 }
-FUSED = {"qkv": "attn_qkv", "experts_gate_up": "ffn_gate_up_exps"}  # one tensor for all parts, where a file has it
+FUSED = {
+    "qkv": "attn_qkv",
+    "experts_gate_up": "ffn_gate_up_exps",
+}  # one tensor for all parts, where a file has it
 BIASED = {"qkv": "qkv_bias", "attn_out": "attn_out_bias", "gate_up": "gate_up_bias", "down": "down_bias"}
 
 # Vectors are stacked over the layers that have them: few leaves, sliced for free inside the step.
@@ -50,7 +53,10 @@ VECTORS = {
     "shared_gate": "ffn_gate_inp_shexp.weight",
 }
 HYBRID = {"qwen35", "qwen35moe", "qwen3next"}
-HYBRID_VECTORS = VECTORS | {"ffn_norm": "post_attention_norm.weight", "attn_post_norm": None}  # same name, another role
+HYBRID_VECTORS = VECTORS | {
+    "ffn_norm": "post_attention_norm.weight",
+    "attn_post_norm": None,
+}  # same name, another role
 PER_KIND = {
     "attention": ("q_norm", "k_norm", "qkv_bias", "attn_out_bias"),
     "delta": ("conv", "decay", "decay_bias", "delta_norm"),
@@ -66,7 +72,9 @@ class Weights:
     output_norm: jax.Array  # [E]
     output_bias: jax.Array | None  # [V]
     rope: dict[str, jax.Array]  # table name → [R/2] angle per position
-    layers: tuple[dict[str, tuple[Matrix, ...] | jax.Array], ...]  # projections (and the router) of each layer
+    layers: tuple[
+        dict[str, tuple[Matrix, ...] | jax.Array], ...
+    ]  # projections (and the router) of each layer
     vectors: dict[str, dict[str, jax.Array]]  # "all" | layer kind → name → [layers of it, …]
 
     @property
@@ -130,7 +138,9 @@ class _Loader:
             output=None if tied else self.matrix(self.file.tensors["output.weight"]),
             output_norm=jnp.asarray(self.vector("output_norm.weight")),
             output_bias=self.optional("output.bias"),
-            rope={name: jnp.asarray(table) for name, table in rope_frequencies(self.file, self.config).items()},
+            rope={
+                name: jnp.asarray(table) for name, table in rope_frequencies(self.file, self.config).items()
+            },
             layers=layers,
             vectors=self.vectors(),
         )
@@ -170,7 +180,8 @@ class _Loader:
     def vectors(self) -> dict:
         grouped = {"all": {}, "attention": {}, "delta": {}}
         indices = {
-            kind: [i for i, layer in enumerate(self.config.layers) if kind in ("all", layer.kind)] for kind in grouped
+            kind: [i for i, layer in enumerate(self.config.layers) if kind in ("all", layer.kind)]
+            for kind in grouped
         }
         kind_of = {name: kind for kind, names in PER_KIND.items() for name in names}
         for name in [*self.names, *BIASED.values()]:
@@ -178,7 +189,9 @@ class _Loader:
             rows = [self.layer_vector(i, name) for i in indices[kind]]
             present = [row for row in rows if row is not None]
             if len(present) not in (0, len(rows)):
-                raise UnsupportedModel(f"{self.file.path}: {name} is present in {len(present)} of {len(rows)} {kind} layers")
+                raise UnsupportedModel(
+                    f"{self.file.path}: {name} is present in {len(present)} of {len(rows)} {kind} layers"
+                )
             if present:
                 grouped[kind][name] = jnp.asarray(np.stack(present))
         return grouped
@@ -197,13 +210,18 @@ class _Loader:
             return None
         weights = [self.file.tensors[part.replace(".bias", ".weight")] for part in parts]
         return np.concatenate(
-            [self.vector(p) if p in self.file.tensors else np.zeros(w.shape[0], np.float32) for p, w in zip(parts, weights)]
+            [
+                self.vector(p) if p in self.file.tensors else np.zeros(w.shape[0], np.float32)
+                for p, w in zip(parts, weights)
+            ]
         )
 
     def vector(self, name: str) -> np.ndarray:
         tensor = self.file.tensors[name]
         self.advance(tensor)
-        return gguf.quants.dequantize(np.array(tensor.raw), tensor.type).reshape(tensor.shape).astype(np.float32)
+        return (
+            gguf.quants.dequantize(np.array(tensor.raw), tensor.type).reshape(tensor.shape).astype(np.float32)
+        )
 
     def optional(self, name: str) -> jax.Array | None:
         return jnp.asarray(self.vector(name)) if name in self.file.tensors else None
@@ -238,9 +256,14 @@ def _delta_parts(get: Callable[[str], Tensor | None], config: ModelConfig) -> li
         sizes = np.cumsum([delta.key_dim, delta.key_dim, ratio * delta.value_dim])
         rows = np.arange(get("ssm_in").shape[0]).reshape(delta.key_heads, -1)
         q, k, v, z = (block.ravel() for block in np.split(rows, sizes, axis=1))
-        parts["attn_qkv"], parts["attn_gate"] = _rows(get("ssm_in"), np.concatenate([q, k, v])), _rows(get("ssm_in"), z)
+        parts["attn_qkv"], parts["attn_gate"] = (
+            _rows(get("ssm_in"), np.concatenate([q, k, v])),
+            _rows(get("ssm_in"), z),
+        )
     return list(parts.values())
 
 
 def _rows(tensor: Tensor, index: np.ndarray) -> Tensor:
-    return Tensor(name=tensor.name, shape=(len(index), *tensor.shape[1:]), type=tensor.type, raw=tensor.raw[index])
+    return Tensor(
+        name=tensor.name, shape=(len(index), *tensor.shape[1:]), type=tensor.type, raw=tensor.raw[index]
+    )

@@ -12,7 +12,9 @@ KEY_BLOCK = 512  # keys a prefill chunk scores at a time: the full score matrix 
 HIGHEST = lax.Precision.HIGHEST
 
 
-def write_tokens(cache: jax.Array, new: jax.Array, rank, rows: jax.Array, position: jax.Array, active: jax.Array) -> jax.Array:
+def write_tokens(
+    cache: jax.Array, new: jax.Array, rank, rows: jax.Array, position: jax.Array, active: jax.Array
+) -> jax.Array:
     """One token per row, in place. Inactive rows and positions past the end are dropped.
 
     cache: [La, slots, Hkv, S, D], new: [B, Hkv, D], rows, position: i32 [B], active: bool [B]
@@ -23,25 +25,28 @@ def write_tokens(cache: jax.Array, new: jax.Array, rank, rows: jax.Array, positi
 
 
 def write_chunk(cache: jax.Array, new: jax.Array, rank, slot, start, count) -> jax.Array:
-    """The first `count` tokens of a chunk at positions start, start+1, … of one row, in place.
+    """The first `count` tokens of a chunk at positions start, start + 1, … of one row, in place; padding and positions
+    past the end are dropped.   cache: [La, slots, Hkv, S, D], new: [T, Hkv, D]
 
-    cache: [La, slots, Hkv, S, D], new: [T, Hkv, D] with T ≤ S. Padding and tokens past the end leave the row as it is: the
-    window is moved back inside the row and every position takes its new value or keeps its old one.
+    A scatter, not a dynamic_update_slice: that clamps, so it would have to read the old window, and XLA fuses this read
+    with the previous layer's write and then keeps both buffers: a copy of the whole cache per layer.
     """
-    _, _, heads, capacity, dim = cache.shape
-    length = new.shape[0]
-    first = jnp.minimum(start, capacity - length)
-    window = (rank, slot, 0, first, 0)
-    old = lax.dynamic_slice(cache, window, (1, 1, heads, length, dim))
-    source = first + jnp.arange(length) - start
-    moved = jnp.take(new, jnp.clip(source, 0, length - 1), axis=0).transpose(1, 0, 2)
-    valid = ((source >= 0) & (source < count))[None, :, None]
-    merged = jnp.where(valid, moved.astype(cache.dtype), old[0, 0])
-    return lax.dynamic_update_slice(cache, merged[None, None], window)
+    offset = jnp.arange(new.shape[0])
+    at = jnp.where(offset < count, start + offset, cache.shape[3])
+    return cache.at[rank, slot, :, at].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
 
 
 def attend_tokens(
-    q: jax.Array, keys: jax.Array, values: jax.Array, rank, rows: jax.Array, position: jax.Array, *, scale: float, window: int, span: int
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    rank,
+    rows: jax.Array,
+    position: jax.Array,
+    *,
+    scale: float,
+    window: int,
+    span: int,
 ) -> jax.Array:
     """One query per row over the first `span` cached positions.
 
@@ -72,16 +77,20 @@ def attend_chunk(
     block = min(KEY_BLOCK, capacity)
     q = (q.reshape(length, groups, heads // groups, dim) * scale).transpose(1, 2, 0, 3)  # [Hkv, G, T, D]
     position = start + jnp.arange(length)
+    # A loop that read the stacked cache itself would make XLA copy all of it: later layers write to the same buffer.
+    row_cache = [
+        lax.dynamic_slice(cache, (rank, slot, 0, 0, 0), (1, 1, groups, capacity, dim))[0, 0]
+        for cache in (keys, values)
+    ]
 
     def step(i, carry):
         best, total, out = carry
         first = jnp.minimum(i * block, capacity - block)  # the last block is moved back inside the row …
         at = first + jnp.arange(block)
-        k, v = (
-            lax.dynamic_slice(cache, (rank, slot, 0, first, 0), (1, 1, groups, block, dim))[0, 0].astype(jnp.float32)
-            for cache in (keys, values)
-        )
-        seen = (at[None] <= position[:, None]) & (at[None] >= i * block)  # … and what it repeats is not counted twice
+        k, v = (lax.dynamic_slice_in_dim(row, first, block, axis=1).astype(jnp.float32) for row in row_cache)
+        seen = (at[None] <= position[:, None]) & (
+            at[None] >= i * block
+        )  # … and what it repeats is not counted twice
         if window:
             seen &= at[None] > position[:, None] - window
         scores = jnp.einsum("hgtd,hsd->hgts", q, k, precision=HIGHEST)
@@ -102,14 +111,18 @@ def attend_chunk(
     return out.transpose(2, 0, 1, 3).reshape(length, heads, dim)
 
 
-def attention_reference(q: jax.Array, k: jax.Array, v: jax.Array, start: int, *, scale: float, window: int) -> jax.Array:
+def attention_reference(
+    q: jax.Array, k: jax.Array, v: jax.Array, start: int, *, scale: float, window: int
+) -> jax.Array:
     """The definition: softmax(scale · q kᵀ + mask) v with the whole score matrix.   q: [T, Hq, D], k, v: [S, Hkv, D] → [T, Hq, D]"""
     repeat = q.shape[1] // k.shape[1]
     k, v = (jnp.repeat(x.astype(jnp.float32), repeat, axis=1) for x in (k, v))
     scores = jnp.einsum("thd,shd->hts", q, k, precision=HIGHEST) * scale
     distance = (start + jnp.arange(q.shape[0]))[:, None] - jnp.arange(k.shape[0])[None]
     seen = (distance >= 0) & ((distance < window) if window else True)
-    return jnp.einsum("hts,shd->thd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1), v, precision=HIGHEST)
+    return jnp.einsum(
+        "hts,shd->thd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1), v, precision=HIGHEST
+    )
 
 
 def _rows(cache: jax.Array, rank, rows: jax.Array, span: int) -> jax.Array:

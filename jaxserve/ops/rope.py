@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 
 
-def rope_tables(positions: jax.Array, frequencies: jax.Array, magnitude: float) -> tuple[jax.Array, jax.Array]:
+def rope_tables(
+    positions: jax.Array, frequencies: jax.Array, magnitude: float
+) -> tuple[jax.Array, jax.Array]:
     """cos and sin of every angle, times yarn's magnitude.   positions: i32 [B, T], frequencies: f32 [R/2] → f32 [B, T, 1, R/2]"""
     angles = (positions.astype(jnp.float32)[..., None] * frequencies)[:, :, None]
     return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude

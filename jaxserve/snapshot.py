@@ -1,0 +1,237 @@
+"""Rows as values: copy one, read it out in blocks, write it back, start from it without a forward pass.
+
+Everything that describes the tokens a row was fed moves: keys, values, recurrent state, history, logits.
+Options, status and what was drawn belong to a request and stay. Reading makes fresh arrays, true copies of the
+row at that moment; every other function donates the state and returns it alone, in place. `f.__wrapped__` is the
+pure function.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxserve.config import ModelConfig
+from jaxserve.state import Memory, State, abstract_memory, nbytes
+from jaxserve.step import _first_draw
+
+BLOCK_TOKENS = 256  # positions of a block: the unit in which rows leave the device, are shared and come back
+
+
+@chex.dataclass(frozen=True)
+class Block:
+    """BLOCK_TOKENS positions of one row's attention cache. None: the model has no attention layers."""
+
+    keys: jax.Array | None  # [La, Hkv, BLOCK_TOKENS, D] kv dtype
+    values: jax.Array | None  # [La, Hkv, BLOCK_TOKENS, D] kv dtype
+
+
+@chex.dataclass(frozen=True)
+class Recurrent:
+    """One row's recurrent state. None: the model has no recurrent layers."""
+
+    delta: jax.Array | None  # [Lr, Hv, Dv, Dk] f32
+    conv: jax.Array | None  # [Lr, W-1, C] f32
+
+
+def abstract_block(config: ModelConfig, kv_dtype: str = "float16") -> Block:
+    """Shapes and dtypes of a `Block` as ShapeDtypeStructs."""
+    memory = abstract_memory(config, slots=1, context=BLOCK_TOKENS, kv_dtype=kv_dtype)
+    return jax.tree.map(_without_slots, Block(keys=memory.keys, values=memory.values))
+
+
+def abstract_recurrent(config: ModelConfig) -> Recurrent:
+    """Shapes and dtypes of a `Recurrent` as ShapeDtypeStructs."""
+    memory = abstract_memory(config, slots=1, context=1)
+    return jax.tree.map(_without_slots, Recurrent(delta=memory.delta, conv=memory.conv))
+
+
+def abstract_logits(config: ModelConfig) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of one row's kept logits."""
+    return jax.ShapeDtypeStruct((config.vocab_size,), jnp.dtype(jnp.float32))
+
+
+def snapshot_nbytes(config: ModelConfig, kv_dtype: str = "float16") -> tuple[int, int, int]:
+    """Bytes of a block, of a recurrent state and of a row of logits."""
+    parts = abstract_block(config, kv_dtype), abstract_recurrent(config), abstract_logits(config)
+    return tuple(nbytes(part) for part in parts)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def resume(state: State, slot: jax.Array, length: jax.Array) -> State:
+    """Draw a slot's first token, with its present options, from the logits kept at `length` tokens.
+
+    slot, length: i32 []
+    """
+    return _first_draw(state.replace(length=state.length.at[slot].set(length)), slot)
+
+
+@functools.partial(jax.jit, static_argnames="reach", donate_argnums=0)
+def copy_row(
+    state: State, source: jax.Array, target: jax.Array, length: jax.Array, *, reach: int | None = None
+) -> State:
+    """Make `target` remember the first `length` tokens of `source`.
+
+    source, target, length: i32 []. reach: cached positions that are copied, at least `length`; None: all. The
+    recurrent state and the logits are those `source` has now: of use only where it stands at `length` tokens.
+    """
+    reach = state.history.shape[1] if reach is None else reach
+    put = lambda leaf: leaf.at[target].set(leaf[source])  # noqa: E731
+    copy = functools.partial(_copy_slot, source=source, target=target)
+    memory = state.memory
+    return state.replace(
+        memory=Memory(
+            keys=copy(memory.keys, reach=reach),
+            values=copy(memory.values, reach=reach),
+            delta=copy(memory.delta),
+            conv=copy(memory.conv),
+        ),
+        logits=put(state.logits),
+        history=put(state.history),
+        length=state.length.at[target].set(length),
+    )
+
+
+@jax.jit
+def read_block(state: State, slot: jax.Array, start: jax.Array) -> Block:
+    """The keys and values at positions start, start + 1, …; zero past the row's end.   slot, start: i32 []"""
+
+    def read(cache):
+        return None if cache is None else _read_window(cache, slot, start)
+
+    return Block(keys=read(state.memory.keys), values=read(state.memory.values))
+
+
+@jax.jit
+def read_recurrent(state: State, slot: jax.Array) -> Recurrent:
+    """A slot's recurrent state.   slot: i32 []"""
+
+    def read(stack):
+        return None if stack is None else lax.dynamic_index_in_dim(stack, slot, 1, keepdims=False)
+
+    return Recurrent(delta=read(state.memory.delta), conv=read(state.memory.conv))
+
+
+@jax.jit
+def read_logits(state: State, slot: jax.Array) -> jax.Array:
+    """A slot's kept logits.   slot: i32 [] → f32 [V]"""
+    return state.logits[slot]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def write_block(state: State, slot: jax.Array, start: jax.Array, count: jax.Array, block: Block) -> State:
+    """Put a block's first `count` positions at start, start + 1, … of a slot; past the end they are dropped.
+
+    slot, start, count: i32 []
+    """
+
+    def write(cache, new):
+        return None if cache is None else _write_window(cache, new, slot, start, count)
+
+    keys, values = write(state.memory.keys, block.keys), write(state.memory.values, block.values)
+    return state.replace(memory=state.memory.replace(keys=keys, values=values))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def write_recurrent(state: State, slot: jax.Array, recurrent: Recurrent) -> State:
+    """Put a recurrent state into a slot.   slot: i32 []"""
+
+    def write(stack, new):
+        return None if stack is None else lax.dynamic_update_index_in_dim(stack, new, slot, 1)
+
+    delta, conv = write(state.memory.delta, recurrent.delta), write(state.memory.conv, recurrent.conv)
+    return state.replace(memory=state.memory.replace(delta=delta, conv=conv))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def write_logits(state: State, slot: jax.Array, logits: jax.Array) -> State:
+    """Put kept logits into a slot.   slot: i32 [], logits: f32 [V]"""
+    return state.replace(logits=state.logits.at[slot].set(logits))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def set_history(state: State, slot: jax.Array, tokens: jax.Array) -> State:
+    """Replace the tokens a slot was fed.   slot: i32 [], tokens: i32 [S], past the slot's length anything"""
+    return state.replace(history=state.history.at[slot].set(tokens))
+
+
+def lowerings(
+    state: State, block: Block, recurrent: Recurrent, *, reaches: Iterable[int]
+) -> dict[object, Callable[[], jax.stages.Lowered]]:
+    """Name → a thunk that lowers the program, for every program a state of these shapes needs.
+
+    All arguments may be ShapeDtypeStructs. A model without recurrent layers gets no programs for them, one
+    without attention layers none for blocks, and a single slot none that copy rows.
+    """
+    i32 = jax.ShapeDtypeStruct((), np.int32)
+    one_row = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
+    table = {
+        "resume": lambda: resume.lower(state, i32, i32),
+        "read_logits": lambda: read_logits.lower(state, i32),
+        "write_logits": lambda: write_logits.lower(state, i32, one_row(state.logits)),
+        "set_history": lambda: set_history.lower(state, i32, one_row(state.history)),
+    }
+    if state.memory.keys is not None:
+        table["read_block"] = lambda: read_block.lower(state, i32, i32)
+        table["write_block"] = lambda: write_block.lower(state, i32, i32, i32, block)
+    if state.memory.delta is not None:
+        table["read_recurrent"] = lambda: read_recurrent.lower(state, i32)
+        table["write_recurrent"] = lambda: write_recurrent.lower(state, i32, recurrent)
+    if state.length.shape[0] > 1:
+        for reach in reaches:
+            table["copy_row", reach] = functools.partial(copy_row.lower, state, i32, i32, i32, reach=reach)
+    return table
+
+
+def _without_slots(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape[:1] + leaf.shape[2:], leaf.dtype)
+
+
+def _copy_slot(stack: jax.Array | None, *, source, target, reach: int | None = None) -> jax.Array | None:
+    """stack[:, target] = stack[:, source], of a cache only the first `reach` positions.
+
+    stack: [La, slots, Hkv, S, D] or [Lr, slots, …]. One layer at a time, because XLA parks in a temporary what
+    it copies within one array.
+    """
+    if stack is None:
+        return None
+    size = (1, 1, *stack.shape[2:]) if reach is None else (1, 1, stack.shape[2], reach, stack.shape[4])
+    rest = (0,) * (stack.ndim - 2)
+
+    def layer(rank, stack):
+        row = lax.dynamic_slice(stack, (rank, source, *rest), size)
+        return lax.dynamic_update_slice(stack, row, (rank, target, *rest))
+
+    return lax.fori_loop(0, stack.shape[0], layer, stack)
+
+
+def _window(cache: jax.Array, slot, start) -> tuple[tuple, tuple, jax.Array]:
+    """Where a block is read and written: it is moved back inside a row it would stick out of.
+
+    Returns the window's place and size in the cache and its first position.
+    """
+    layers, _, heads, capacity, dim = cache.shape
+    length = min(BLOCK_TOKENS, capacity)
+    first = jnp.minimum(start, capacity - length)
+    return (0, slot, 0, first, 0), (layers, 1, heads, length, dim), first
+
+
+def _read_window(cache: jax.Array, slot, start) -> jax.Array:
+    """cache: [La, slots, Hkv, S, D] → [La, Hkv, BLOCK_TOKENS, D]"""
+    place, size, first = _window(cache, slot, start)
+    held = lax.dynamic_slice(cache, place, size)[:, 0]
+    return jnp.take(held, start - first + jnp.arange(BLOCK_TOKENS), axis=2, mode="fill", fill_value=0)
+
+
+def _write_window(cache: jax.Array, block: jax.Array, slot, start, count) -> jax.Array:
+    """cache: [La, slots, Hkv, S, D], block: [La, Hkv, BLOCK_TOKENS, D]"""
+    place, size, first = _window(cache, slot, start)
+    held = lax.dynamic_slice(cache, place, size)[:, 0]
+    source = first - start + jnp.arange(size[3])
+    new = jnp.take(block, source, axis=2, mode="clip")
+    is_new = ((source >= 0) & (source < count))[:, None]
+    return lax.dynamic_update_slice(cache, jnp.where(is_new, new, held)[:, None], place)

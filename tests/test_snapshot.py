@@ -1,0 +1,252 @@
+"""Moving rows about: bit-exact, in place, other rows untouched, for every kind of memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve import sampling, snapshot, step
+from jaxserve.config import Delta, Layer, ModelConfig
+from jaxserve.params import SamplingParams
+from jaxserve.snapshot import BLOCK_TOKENS
+from jaxserve.state import RUNNING, STOPPED, abstract_state, init_state, nbytes
+
+SLOTS, CONTEXT, VOCABULARY = 3, 300, 50  # the second block sticks out of the row
+DELTA = Delta(conv_width=4, key_heads=1, value_heads=2, key_dim=4, value_dim=3, grouped=False)
+KINDS = {
+    "attention": ("attention", "attention"),
+    "hybrid": ("delta", "attention", "delta"),
+    "recurrent": ("delta", "delta"),
+}
+i32 = np.int32
+
+
+def model(kind: str) -> ModelConfig:
+    names = KINDS[kind]
+    layers = tuple(Layer(kind=name, rank=names[:i].count(name)) for i, name in enumerate(names))
+    sizes = dict(vocab_size=VOCABULARY, embed_size=8, context_length=CONTEXT, heads=2, kv_heads=2, head_dim=4)
+    rest = dict(rope_dims=4, rope_interleaved=False, norm_eps=1e-6, attention_scale=0.5)
+    delta = DELTA if "delta" in names else None
+    return ModelConfig(architecture="test", layers=layers, delta=delta, **sizes, **rest)
+
+
+def random_state(config: ModelConfig, *, context: int = CONTEXT, kv_dtype: str = "float16", seed: int = 0):
+    rng = np.random.default_rng(seed)
+
+    def fill(leaf):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype)
+        return jnp.asarray(rng.integers(0, VOCABULARY, leaf.shape), leaf.dtype)
+
+    empty = init_state(config, slots=SLOTS, context=context, kv_dtype=kv_dtype)
+    return jax.tree.map(fill, empty).replace(options=empty.options)
+
+
+def on_host(tree):
+    return jax.tree.map(np.array, tree)
+
+
+def assert_same(a, b):
+    """Equal trees, dtypes and bits."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def row(state, slot: int, length: int) -> dict:
+    """What describes the first `length` tokens of a row."""
+    memory = state.memory
+    part = {name: memory[name] for name in ("keys", "values", "delta", "conv") if memory[name] is not None}
+    cut = {name: np.asarray(leaf)[:, slot] for name, leaf in part.items()}
+    for name in {"keys", "values"} & set(cut):
+        cut[name] = np.ascontiguousarray(cut[name][:, :, :length])
+    return cut | {
+        "history": np.array(state.history)[slot, :length],
+        "logits": np.array(state.logits)[slot],
+        "length": np.array(state.length)[slot],
+    }
+
+
+def rest(state, slot: int) -> list:
+    """Every other row of every leaf."""
+    others = [i for i in range(SLOTS) if i != slot]
+    memory = [np.asarray(leaf)[:, others] for leaf in jax.tree.leaves(state.memory)]
+    return memory + [np.asarray(leaf)[others] for leaf in jax.tree.leaves(state.replace(memory=None))]
+
+
+def read_all(state, slot: int) -> tuple:
+    """A row's first block, its recurrent state and its logits."""
+    return (
+        snapshot.read_block(state, i32(slot), i32(0)),
+        snapshot.read_recurrent(state, i32(slot)),
+        snapshot.read_logits(state, i32(slot)),
+    )
+
+
+def request(state, slot: int) -> dict:
+    """What belongs to a row's request."""
+    names = ("counts", "token", "status", "remaining", "options", "drawn", "logprobs", "likely")
+    return {name: jax.tree.map(lambda leaf: np.array(leaf)[slot], state[name]) for name in names}
+
+
+@pytest.fixture(params=KINDS)
+def config(request):
+    return model(request.param)
+
+
+@pytest.mark.parametrize("length", [1, 257, CONTEXT])
+def test_a_copied_row_equals_its_source_bitwise(config, length):
+    state = random_state(config)
+    before = on_host(state)
+    after = on_host(snapshot.copy_row(state, i32(2), i32(0), i32(length)))
+    expected = row(before, 2, length) | {"length": i32(length)}
+    assert_same(row(after, 0, length), expected)
+    assert_same(request(after, 0), request(before, 0))
+    assert_same(rest(after, 0), rest(before, 0))
+
+
+def test_a_copy_with_a_reach_leaves_positions_past_it():
+    state = random_state(model("attention"))
+    before = on_host(state)
+    after = on_host(snapshot.copy_row(state, i32(1), i32(2), i32(60), reach=64))
+    for name in ("keys", "values"):
+        old, new = before.memory[name], after.memory[name]
+        np.testing.assert_array_equal(new[:, 2, :, :64], old[:, 1, :, :64])
+        np.testing.assert_array_equal(new[:, 2, :, 64:], old[:, 2, :, 64:])
+
+
+@pytest.mark.parametrize(
+    ("context", "kv_dtype"),
+    [(7, "float16"), (BLOCK_TOKENS, "bfloat16"), (CONTEXT, "float32"), (3 * BLOCK_TOKENS, "float16")],
+)
+def test_a_row_written_back_elsewhere_equals_the_row_that_was_read(config, context, kv_dtype):
+    source = random_state(config, context=context, kv_dtype=kv_dtype)
+    target = random_state(config, context=context, kv_dtype=kv_dtype, seed=1)
+    wanted, before = on_host(source), on_host(target)
+    for start in range(0, context, BLOCK_TOKENS):
+        block = snapshot.read_block(source, i32(1), i32(start))
+        count = min(BLOCK_TOKENS, context - start)
+        target = snapshot.write_block(target, i32(0), i32(start), i32(count), block)
+    target = snapshot.write_recurrent(target, i32(0), snapshot.read_recurrent(source, i32(1)))
+    target = snapshot.write_logits(target, i32(0), snapshot.read_logits(source, i32(1)))
+    target = snapshot.set_history(target, i32(0), np.array(wanted.history[1]))
+    after = on_host(target)
+    assert_same(row(after, 0, context), row(wanted, 1, context) | {"length": before.length[0]})
+    assert_same(rest(after, 0), rest(before, 0))
+    assert_same(request(after, 0), request(before, 0))
+
+
+def test_a_block_is_zero_past_the_end_of_the_row():
+    state = random_state(model("attention"))
+    block = snapshot.read_block(state, i32(1), i32(BLOCK_TOKENS))
+    held = CONTEXT - BLOCK_TOKENS
+    for name in ("keys", "values"):
+        np.testing.assert_array_equal(block[name][:, :, :held], state.memory[name][:, 1, :, BLOCK_TOKENS:])
+        assert not np.asarray(block[name][:, :, held:]).any()
+
+
+@pytest.mark.parametrize(
+    ("start", "count"), [(0, 0), (0, 1), (3, 100), (250, 50), (250, 256), (299, 256), (300, 256)]
+)
+def test_only_the_counted_positions_of_a_block_are_written(start, count):
+    state = random_state(model("attention"))
+    block = snapshot.read_block(random_state(model("attention"), seed=1), i32(0), i32(0))
+    before = on_host(state)
+    after = on_host(snapshot.write_block(state, i32(1), i32(start), i32(count), block))
+    end = min(start + count, CONTEXT)
+    for name in ("keys", "values"):
+        expected = before.memory[name].copy()
+        expected[:, 1, :, start:end] = np.asarray(block[name])[:, :, : end - start]
+        assert_same(after.memory[name], expected)
+
+
+def test_a_snapshot_stays_as_it_was_while_the_state_moves_on(config):
+    state = random_state(config)
+    kept = read_all(state, 0)
+    wanted = on_host(read_all(state, 0))
+    for _ in range(10):
+        state = snapshot.copy_row(state, i32(1), i32(0), i32(5))
+        state = snapshot.set_history(state, i32(0), np.zeros(CONTEXT, np.int32))
+    assert_same(on_host(kept), wanted)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.9, top_k=7, repeat_penalty=1.5, repeat_last_n=20, seed=3, logprobs=4),
+        SamplingParams(frequency_penalty=2.0, repeat_last_n=-1, stop_tokens=tuple(range(30))),
+    ],
+    ids=["greedy", "sampled", "stops"],
+)
+def test_a_full_hit_draws_what_the_prefill_of_the_prompt_would(params):
+    state = random_state(model("attention"))
+    length, limit = 40, 9
+    options = sampling.options(params, seed=3, vocab_size=VOCABULARY)
+    state = step.admit(state, i32(1), options, i32(limit))
+    before = on_host(state)
+    after = on_host(snapshot.resume(state, i32(1), i32(length)))
+    window = min(int(options.window), length)
+    counts = np.bincount(before.history[1, length - window : length], minlength=VOCABULARY)
+    batch = jax.tree.map(lambda leaf: np.asarray(leaf)[None], options)
+    token = sampling.draw(before.logits[1:2], counts[None].astype(i32), batch, np.array([length], i32))
+    assert after.drawn[1, 0] == after.token[1] == token[0]
+    assert (after.drawn[1, 1:] == -1).all()
+    assert after.remaining[1] == limit - 1
+    assert after.status[1] == (STOPPED if int(token[0]) in params.stop_tokens else RUNNING)
+    assert after.length[1] == length
+    np.testing.assert_array_equal(after.counts[1], counts)
+    assert_same(after.memory, before.memory)
+    assert_same(rest(after, 1), rest(before, 1))
+
+
+def test_every_program_writes_in_place_and_makes_no_copy_of_the_state(config):
+    state = abstract_state(config, slots=8, context=4096)
+    block, recurrent = snapshot.abstract_block(config), snapshot.abstract_recurrent(config)
+    for name, lower in snapshot.lowerings(state, block, recurrent, reaches=(512, 4096)).items():
+        memory = lower().compile().memory_analysis()
+        if str(name).startswith("read"):
+            assert memory.alias_size_in_bytes == 0
+        else:
+            assert memory.alias_size_in_bytes == nbytes(state), name
+        if name != "resume":  # which has the sampler's scratch, whatever the size of the row
+            assert memory.temp_size_in_bytes < nbytes(state) / 4, name
+
+
+def test_addresses_stay_through_reads_and_writes(config):
+    state = random_state(config)
+    addresses = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
+    block, recurrent, logits = read_all(state, 0)
+    state = snapshot.write_block(state, i32(1), i32(0), i32(9), block)
+    state = snapshot.write_recurrent(state, i32(1), recurrent)
+    state = snapshot.write_logits(state, i32(1), logits)
+    state = snapshot.set_history(state, i32(1), np.zeros(CONTEXT, np.int32))
+    state = snapshot.copy_row(state, i32(1), i32(2), i32(9))
+    state = snapshot.resume(state, i32(2), i32(9))
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)] == addresses
+
+
+def test_a_program_exists_for_what_the_model_has_and_no_more(config):
+    names = {}
+    for slots in (1, 3):
+        state = init_state(config, slots=slots, context=64)
+        parts = snapshot.abstract_block(config), snapshot.abstract_recurrent(config)
+        names[slots] = set(snapshot.lowerings(state, *parts, reaches=(32, 64)))
+    assert names[3] - names[1] == {("copy_row", 32), ("copy_row", 64)}
+    for kind, thing in (("attention", "block"), ("delta", "recurrent")):
+        assert ({f"read_{thing}", f"write_{thing}"} <= names[1]) == (config.layers_of(kind) > 0)
+    assert {"resume", "read_logits", "write_logits", "set_history"} <= names[1]
+
+
+def test_sizes_and_shapes_are_those_of_what_is_read(config):
+    state = random_state(config, kv_dtype="float32")
+    parts = read_all(state, 0)
+    shapes = (
+        snapshot.abstract_block(config, "float32"),
+        snapshot.abstract_recurrent(config),
+        snapshot.abstract_logits(config),
+    )
+    assert snapshot.snapshot_nbytes(config, "float32") == tuple(nbytes(part) for part in parts)
+    described = lambda tree: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]  # noqa: E731
+    assert described(shapes) == described(parts)
