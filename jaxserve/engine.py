@@ -7,6 +7,7 @@ import secrets
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from jaxserve import sampling
 from jaxserve.cache import enable_compilation_cache
 from jaxserve.config import ModelConfig
-from jaxserve.errors import ContextLimitExceeded, JaxserveError, OutOfMemory
+from jaxserve.errors import ContextLimitExceeded, JaxserveError, OutOfMemory, UnsupportedModel
 from jaxserve.gguf.hyperparameters import read_config
 from jaxserve.gguf.reader import GGUFFile, open_gguf
 from jaxserve.models.weights import free_host_memory, load_weights, resolve_mode
@@ -27,13 +28,20 @@ from jaxserve.state import nbytes, state_nbytes
 from jaxserve.text.stream import TextStream
 from jaxserve.timing import PhaseLog
 
+if TYPE_CHECKING:
+    from jaxserve.text.tokenizer import Tokenizer
+
 DEFAULT_CONTEXT = 4096  # tokens, where the model was trained for as many
 KV_DTYPES = ("float16", "bfloat16", "float32")
+COUNTERS = ("requests", "tokens", "prefill_chunks", "decode_steps", "recoveries")
 
 
 class Engine:
-    """Generates with one model. Calls from several threads are served together; there is no background thread: whoever waits
-    for a result takes the lock and steps for everyone."""
+    """Generates with one model.
+
+    Calls from several threads are served together. There is no background thread: whoever waits for a result
+    takes the lock and steps for everyone.
+    """
 
     @classmethod
     def load(
@@ -48,8 +56,9 @@ class Engine:
     ) -> "Engine":
         """Load a GGUF file and compile everything a request needs.
 
-        context: tokens a sequence may have (default: 4,096, or what the model was trained for); slots: sequences in flight;
-        kv_dtype: "float16", "bfloat16" or "float32"; weights: "auto", "packed" or "float32" (`load_weights`);
+        context: tokens a sequence may have (default: 4,096, or what the model was trained for);
+        slots: sequences in flight; kv_dtype: "float16", "bfloat16" or "float32";
+        weights: "auto", "packed" or "float32" (`load_weights`);
         progress(stage, done, total): called while weights arrive and programs compile.
         """
         if kv_dtype not in KV_DTYPES:
@@ -62,7 +71,8 @@ class Engine:
         _check_size("context", context)
         if context > config.context_length:
             warnings.warn(
-                f"context={context:,} is above the {config.context_length:,} tokens this model was trained for: expect nonsense past them",
+                f"context={context:,} is above the {config.context_length:,} tokens this model was "
+                "trained for: expect nonsense past them",
                 stacklevel=2,
             )
         enable_compilation_cache()
@@ -82,7 +92,7 @@ class Engine:
         self._scheduler = Scheduler(runner, self._log)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._tokenizer = None
+        self._tokenizer: Tokenizer | UnsupportedModel | None = None
 
     def __enter__(self) -> "Engine":
         return self
@@ -94,18 +104,24 @@ class Engine:
         """Free the device memory. Later calls raise."""
         with self._lock:
             if self._runner is not None:
+                self._scheduler.fail(JaxserveError("the engine was closed while this request was running"))
                 self._runner.close()
                 self._runner = self._scheduler = None
 
     # -- text
 
     @property
-    def tokenizer(self):
-        """The file's own tokenizer (`jaxserve.Tokenizer`). Raises UnsupportedModel where the file has none that is known."""
+    def tokenizer(self) -> "Tokenizer":
+        """The file's own tokenizer. Raises UnsupportedModel where the file has none that is known."""
         if self._tokenizer is None:
             from jaxserve.text.tokenizer import Tokenizer  # text libraries load only when text is used
 
-            self._tokenizer = Tokenizer.from_metadata(self.file.metadata)
+            try:
+                self._tokenizer = Tokenizer.from_metadata(self.file.metadata)
+            except UnsupportedModel as error:
+                self._tokenizer = error
+        if isinstance(self._tokenizer, UnsupportedModel):
+            raise self._tokenizer
         return self._tokenizer
 
     # -- generation
@@ -152,11 +168,10 @@ class Engine:
     ) -> Completion:
         """Render the messages with the model's chat template and generate the reply.
 
-        Special tokens count only where the template wrote them; what a message's content spells is ordinary text.
+        Special tokens count only where the template wrote them: what a message's content spells is text.
         """
-        return self.generate(
-            self.tokenizer.encode_chat(messages, tools=tools, **template_variables).ids, params
-        )
+        prompt = self.tokenizer.encode_chat(messages, tools=tools, **template_variables)
+        return self.generate(prompt.ids, params)
 
     def logits(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Teacher-forced logits f32 [n, V] of every position. Touches no slot."""
@@ -170,9 +185,7 @@ class Engine:
             scheduler = self._open()._scheduler
             scheduler.reap()
             return {
-                **{
-                    name: 0 for name in ("requests", "tokens", "prefill_chunks", "decode_steps", "recoveries")
-                },
+                **dict.fromkeys(COUNTERS, 0),
                 **scheduler.counters,
                 "programs": len(self.programs),
                 "slots": self.slots,
@@ -183,10 +196,15 @@ class Engine:
             }
 
     def trace(self, directory: str | os.PathLike) -> contextlib.AbstractContextManager:
-        """Record a profiler trace of what runs inside the `with` block; yields a report that is filled at its end."""
+        """Record a profiler trace of what runs in the `with` block; yields a report, filled at its end."""
         from jaxserve.trace import record
 
-        return record(directory)
+        return record(directory, hlo=self._open()._runner.decode_texts)
+
+    def program_memory(self) -> dict[str, dict[str, int]]:
+        """Per compiled program the bytes of its temporaries and of the donated state it updates in place."""
+        memory = self._open()._runner.program_memory()
+        return {_program_name(name): sizes for name, sizes in memory.items()}
 
     # -- the way of a request
 
@@ -194,9 +212,11 @@ class Engine:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params={params!r}: expected a SamplingParams")
-        ids = self._check_prompt(
-            self.tokenizer.encode(prompt) if isinstance(prompt, str) and prompt else prompt
-        )
+        if isinstance(prompt, str):
+            if not prompt:
+                raise ValueError("the prompt is empty: pass some text")
+            prompt = self.tokenizer.encode(prompt)
+        ids = self._check_prompt(prompt)
         tokenizer = self._text_or_none(required=bool(params.stop))
         seed = secrets.randbits(64) if params.seed is None else params.seed
         end_ids = tokenizer.end_ids if tokenizer else self._end_ids_without_tokenizer()
@@ -211,24 +231,26 @@ class Engine:
     def _pieces(self, request: Request) -> Iterator[Piece]:
         """What comes out of a request, stepping the engine while there is nothing to hand over."""
         while True:
+            done = request.done  # asked first: another thread may be adding the last pieces
             while request.pieces:
                 yield request.pieces.popleft()
-            if request.done:
+            if done:
                 break
             with self._lock:
                 if not request.pieces and not request.done:
-                    self._open()._scheduler.step(request)
+                    with jax.no_tracing(True):  # everything was compiled in `load`
+                        self._open()._scheduler.step(request)
         if request.failure is not None:
             raise request.failure
 
     def _cancel(self, request: Request, delivered: int) -> None:
-        if request.failure is not None:
-            return
         stream = TextStream(self.tokenizer, request.params.stop) if request.text else None
         for token in request.tokens[:delivered] if stream else ():
             stream.push(token)
         with self._lock:
-            if self._scheduler is not None:
+            if self._scheduler is None:
+                request.cut(delivered, stream)
+            else:
                 self._scheduler.cancel(request, delivered, stream)
 
     def _open(self) -> "Engine":
@@ -239,23 +261,21 @@ class Engine:
     def _check_prompt(self, prompt) -> list[int]:
         """Ids as Python ints, refused before any device work when they cannot be served."""
         if isinstance(prompt, (str, bytes)):
-            raise (
-                ValueError("the prompt is empty")
-                if not prompt
-                else TypeError("token ids or a str expected, got bytes")
-            )
+            raise TypeError(f"the prompt is {type(prompt).__name__}: expected a sequence of token ids")
         ids = np.asarray(prompt)
         if ids.ndim != 1:
-            raise ValueError(f"the prompt has shape {ids.shape}: expected one sequence of token ids")
+            raise TypeError(f"the prompt has shape {ids.shape}: expected one sequence of token ids")
         if ids.size == 0:
             raise ValueError("the prompt is empty: pass at least one token id")
-        if not np.issubdtype(ids.dtype, np.integer):
+        huge = ids.dtype == object and all(isinstance(i, int) for i in ids)  # ids beyond 64 bits
+        if not huge and not np.issubdtype(ids.dtype, np.integer):
             raise TypeError(f"the prompt holds {ids.dtype}: expected integer token ids")
         wrong = (ids < 0) | (ids >= self.config.vocab_size)
         if wrong.any():
             at = int(wrong.argmax())
             raise ValueError(
-                f"token id {ids[at]} at position {at} is outside the vocabulary: expected 0 ≤ id < {self.config.vocab_size:,}"
+                f"token id {ids[at]} at position {at} is outside the vocabulary: "
+                f"expected 0 ≤ id < {self.config.vocab_size:,}"
             )
         if ids.size > self.context:
             raise ContextLimitExceeded(ids.size, self.context)
@@ -271,8 +291,8 @@ class Engine:
             return None
 
     def _end_ids_without_tokenizer(self) -> list[int]:
-        eos = self.file.metadata.get("tokenizer.ggml.eos_token_id")
-        return [] if eos is None or not 0 <= int(eos) < self.config.vocab_size else [int(eos)]
+        ids = (self.file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+        return [i for i in ids if i is not None and 0 <= i < self.config.vocab_size]
 
 
 class Stream:
@@ -296,7 +316,10 @@ class Stream:
             self.completion = self._request.completion()
             raise
         except BaseException:
-            self.close()
+            if self._request.failure is None:
+                self.close()
+            else:
+                self.completion = self._request.completion()
             raise
         self._delivered += piece.token is not None
         return piece
@@ -321,13 +344,14 @@ def _check_size(name: str, value: int) -> None:
 
 def _check_memory(file: GGUFFile, config: ModelConfig, weights: str, **shape) -> None:
     """Refuse before anything is allocated what cannot fit."""
-    packed = resolve_mode(weights, file) == "packed"
-    needed = (
-        file.nbytes if packed else 4 * sum(int(np.prod(tensor.shape)) for tensor in file.tensors.values())
-    )
+    if resolve_mode(weights, file) == "packed":
+        needed = file.nbytes
+    else:
+        needed = 4 * sum(int(np.prod(tensor.shape)) for tensor in file.tensors.values())
     needed += state_nbytes(config, **shape)
     stats = jax.devices()[0].memory_stats() or {}
-    available = stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else free_host_memory()
+    on_device = "bytes_limit" in stats
+    available = stats["bytes_limit"] - stats["bytes_in_use"] if on_device else free_host_memory()
     if needed > available:
         raise OutOfMemory(needed, available)
 

@@ -76,14 +76,15 @@ class Request:
         """Nothing more comes out. Held-back text is released as a last piece."""
         if self.done:
             return
-        self.phase, self.finish_reason, self.failure = DONE, reason, failure
-        self.finished = time.perf_counter()
         rest = self.text.finish() if self.text else ""
         if rest:
             self.pieces.append(Piece(None, rest))
+        self.finish_reason, self.failure = reason, failure
+        self.finished = time.perf_counter()
+        self.phase = DONE  # last: its reader may be another thread, which looks at this first
 
     def cut(self, tokens: int, stream) -> None:
-        """Cancel with only the first `tokens` tokens delivered; `stream` holds the text that went with them."""
+        """Cancel with only the first `tokens` tokens delivered; `stream` holds their text."""
         self.pieces.clear()
         del self.tokens[tokens:], self.logprobs[tokens:]
         self.text = stream
@@ -116,6 +117,7 @@ class Request:
             route="prefill",
             timings=self.timings(),
             logprobs=list(self.logprobs) if self.params.logprobs else None,
+            error=None if self.failure is None else str(self.failure),
         )
 
 

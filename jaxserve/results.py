@@ -32,7 +32,7 @@ class Completion:
     route: str  # "resident" | "copied" | "restored" | "prefill"
     timings: PhaseTimings
     logprobs: list["TokenLogprobs"] | None = None
-    error: str | None = None  # only in batches: `generate` raises instead
+    error: str | None = None  # of a batch's row or a stream that failed; `generate` raises instead
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,6 +64,7 @@ class Runner:
         self._mailboxes = {wide: [put(wide), put(wide)] for wide in (False, True)}
         self._mails: dict[bool, list[Mail | None]] = {False: [None, None], True: [None, None]}
         self._rows: dict[tuple[int, ...], jax.Array] = {}
+        self._last_decode = None
 
     def close(self) -> None:
         """Give the device memory back."""
@@ -100,6 +101,7 @@ class Runner:
             self._rows[key] = jax.device_put(np.array(key, np.int32))
         name = ("decode", lanes, self.buckets.reach(longest), sampled)
         self.state = self.programs[name](self.weights, self.state, self._rows[key])
+        self._last_decode = name
 
     def peek(self, *, wide: bool) -> Mail:
         """Copy status and drawn tokens (wide: and log-probabilities) into one of two mailboxes, and start it on its way."""
@@ -131,6 +133,18 @@ class Runner:
         return np.concatenate(out)
 
     # -- programs
+
+    def program_memory(self) -> dict:
+        """Name → {"temporaries": bytes, "aliased": bytes of donated arguments updated in place}."""
+        analyses = {name: program.memory_analysis() for name, program in self.programs.items()}
+        return {
+            name: {"temporaries": a.temp_size_in_bytes, "aliased": a.alias_size_in_bytes}
+            for name, a in analyses.items()
+        }
+
+    def decode_texts(self) -> list[str]:
+        """The compiled text of the decode program that ran last: it says which layer a kernel belongs to."""
+        return [self.programs[self._last_decode].as_text()] if self._last_decode else []
 
     def _lowerings(self) -> dict:
         """Name → a thunk that lowers the program."""

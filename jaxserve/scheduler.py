@@ -1,14 +1,16 @@
 """The loop: admit, dispatch, collect. Sequential, one screen; whoever waits for a result steps for everyone.
 
     admit      waiting requests take free slots, in order of arrival
-    dispatch   one prefill chunk of the oldest request that needs one, then one decode step for all rows that run
+    dispatch   one prefill chunk of the oldest request that needs one, then one decode step of all rows
     collect    read the mail of the dispatch before this one: the device is already busy with the next
 
-A row that ended on a stop id is found out one step late: the device had frozen it, so the extra step wrote nothing.
+A row that ended on a stop id is found out one step late. The device froze it at once: nothing was written.
 """
 
+import contextlib
 import itertools
 from collections import Counter, deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -19,7 +21,10 @@ from jaxserve.runner import Mail, Runner, drawn_tokens
 from jaxserve.state import BROKEN, STOPPED
 from jaxserve.timing import PhaseLog
 
-NON_FINITE = "the model produced non-finite logits: the weights or the kv dtype do not suit it (try kv_dtype='float32')"
+NON_FINITE = (
+    "the model produced non-finite logits: the weights or the kv dtype do not suit it "
+    "(try kv_dtype='float32')"
+)
 
 
 class Ticket(NamedTuple):
@@ -50,34 +55,53 @@ class Scheduler:
             self.waiting.append(request)
 
     def step(self, caller: Request | None = None) -> None:
-        """One turn of the loop. If it fails or is interrupted half-way, the state is made anew and every request in flight
-        ends: the caller's with the error itself, the others with EngineError."""
-        try:
+        """One turn of the loop."""
+        with self._recovering(caller):
             self._admit()
             self._collect(leave=1 if self._dispatch() else 0)
-        except BaseException as error:
-            self.recover(error, caller)
-            raise
 
     def cancel(self, request: Request, tokens: int, stream) -> None:
         """End a request of which only `tokens` tokens were delivered."""
-        if request.slot is not None:
-            self._release(request, halt=True, length=len(request.prompt) + tokens)
-        elif request in self.waiting:
-            self.waiting.remove(request)
+        with self._recovering(request):
+            if request.slot is not None:
+                self._release(request, halt=True, length=len(request.prompt) + tokens)
+            elif request in self.waiting:
+                self.waiting.remove(request)
         request.cut(tokens, stream)
 
-    def recover(self, error: BaseException, caller: Request | None) -> None:
-        """Fail what is in flight and start from an empty state."""
+    def fail(self, error: Exception) -> None:
+        """End every request, those that wait too."""
+        for request in [*self.waiting, *filter(None, self.slots)]:
+            request.finish("error", error)
+
+    @contextlib.contextmanager
+    def _recovering(self, caller: Request | None) -> Iterator[None]:
+        """If what runs inside fails or is interrupted half-way, make the state anew.
+
+        What was in a slot ends with EngineError, and so does the caller's request; Ctrl-C reaches the caller
+        unchanged. What waits goes on waiting.
+        """
+        try:
+            yield
+        except BaseException as error:
+            what = f"a step failed on the device ({type(error).__name__}: {error})"
+            failed = isinstance(error, Exception)
+            own = EngineError(f"{what}; the engine has reset itself") if failed else error
+            for request in filter(None, [*self.slots, caller]):
+                other = EngineError(f"{what} while this request was in flight: submit it again")
+                request.slot = None
+                request.finish("error", own if request is caller else other)
+            self._reset(caller)
+            if failed:
+                raise own from error
+            raise
+
+    def _reset(self, caller: Request | None) -> None:
+        """Start from an empty state."""
         self.counters["recoveries"] += 1
         self.tickets.clear()
-        for request in [*self.waiting, *filter(None, self.slots)]:
-            other = EngineError(
-                f"another request's step failed ({type(error).__name__}: {error}); submit this one again"
-            )
-            request.finish("error", error if request is caller else other)
-            request.slot = None
-        self.waiting.clear()
+        if caller in self.waiting:
+            self.waiting.remove(caller)
         self.slots = [None] * self.runner.slots
         self.runner.reset()
 

@@ -1,9 +1,9 @@
 """Rows as values: copy one, read it out in blocks, write it back, start from it without a forward pass.
 
 Everything that describes the tokens a row was fed moves: keys, values, recurrent state, history, logits.
-Options, status and what was drawn belong to a request and stay. Reading makes fresh arrays, true copies of the
-row at that moment; every other function donates the state and returns it alone, in place. `f.__wrapped__` is the
-pure function.
+What belongs to a request stays: options, status, drawn tokens. Reading makes fresh arrays, true copies of
+the row at that moment; every other function donates the state and returns it alone, in place.
+`f.__wrapped__` is pure.
 """
 
 import functools
@@ -194,8 +194,8 @@ def _without_slots(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 def _copy_slot(stack: jax.Array | None, *, source, target, reach: int | None = None) -> jax.Array | None:
     """stack[:, target] = stack[:, source], of a cache only the first `reach` positions.
 
-    stack: [La, slots, Hkv, S, D] or [Lr, slots, …]. One layer at a time, because XLA parks in a temporary what
-    it copies within one array.
+    stack: [La, slots, Hkv, S, D] or [Lr, slots, …]. One layer at a time: XLA parks what it copies within an
+    array in a temporary.
     """
     if stack is None:
         return None

@@ -205,16 +205,16 @@ class _Loader:
         fused = f"blk.{index}.{FUSED.get(projection)}.bias"
         if fused in self.file.tensors:
             return self.vector(fused)
-        parts = [f"blk.{index}.{part}.bias" for part in PROJECTIONS[projection]]
-        if not any(part in self.file.tensors for part in parts):
+        parts = [f"blk.{index}.{part}" for part in PROJECTIONS[projection]]
+        if not any(f"{part}.bias" in self.file.tensors for part in parts):
             return None
-        weights = [self.file.tensors[part.replace(".bias", ".weight")] for part in parts]
-        return np.concatenate(
-            [
-                self.vector(p) if p in self.file.tensors else np.zeros(w.shape[0], np.float32)
-                for p, w in zip(parts, weights)
-            ]
-        )
+        return np.concatenate([self.bias(part) for part in parts])
+
+    def bias(self, name: str) -> np.ndarray:
+        """The bias of one part of a projection; zeros where only other parts have one."""
+        if f"{name}.bias" in self.file.tensors:
+            return self.vector(f"{name}.bias")
+        return np.zeros(self.file.tensors[f"{name}.weight"].shape[0], np.float32)
 
     def vector(self, name: str) -> np.ndarray:
         tensor = self.file.tensors[name]

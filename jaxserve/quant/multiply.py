@@ -23,7 +23,7 @@ from jax import lax
 from jaxserve.quant.formats import FORMATS
 from jaxserve.quant.packed import Matrix, Packed, dequantise, dequantise_columns, row_axis, take
 
-# On an H200 [18944, 3584] in Q4_K takes 71 us for 1 row and 104 for 4; dequantised 276 for any number up to 128.
+# On an H200 [18944, 3584] Q4_K takes 71 us for 1 row, 104 for 4; dequantised 276 for any number up to 128.
 FEW_ROWS = 8
 TILE_ELEMENTS = 1 << 20  # 4 MiB in f32 stay in a CPU's cache: [49152, 576] Q8_0 takes 11 ms, in one piece 44
 GROUP_TILE = 64  # rows of one expert multiplied at a time; on CPU, decoding costs as much as 10 rows

@@ -1,0 +1,170 @@
+"""Snapshots in host memory: owns the buffers that `PrefixIndex` accounts for.
+
+On an accelerator a snapshot lies in pinned host memory and both ways are asynchronous: storing starts copies
+and returns, restoring starts copies and dispatches the programs that wait for them. On CPU the arrays that
+were read are kept as they are. Rows are reached through whatever has the methods of `Rows`: the tier never
+sees a state.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jaxserve.config import ModelConfig
+from jaxserve.prefix_index import Checkpoint, Match, Node, PrefixIndex
+from jaxserve.saved import Entry
+from jaxserve.snapshot import BLOCK_TOKENS, Block, Recurrent, snapshot_nbytes
+
+STAGED_BLOCKS = 8  # blocks on their way to the device at a time: they take device memory beside the state
+
+
+class Rows(Protocol):
+    """The rows of a state, by slot."""
+
+    def read_block(self, slot: int, start: int) -> Block: ...
+
+    def read_recurrent(self, slot: int) -> Recurrent: ...
+
+    def read_logits(self, slot: int) -> jax.Array: ...
+
+    def write_block(self, slot: int, start: int, count: int, block: Block) -> None: ...
+
+    def write_recurrent(self, slot: int, recurrent: Recurrent) -> None: ...
+
+    def write_logits(self, slot: int, logits: jax.Array) -> None: ...
+
+    def set_history(self, slot: int, tokens: np.ndarray) -> None: ...
+
+
+class HostTier:
+    """Prefixes whose state can be brought back, within a budget of bytes. A budget of 0 holds nothing."""
+
+    def __init__(self, config: ModelConfig, *, kv_dtype: str, budget: int, device: jax.Device | None = None):
+        device = device or jax.devices()[0]
+        names = ("block_bytes", "recurrent_bytes", "logits_bytes")
+        sizes = dict(zip(names, snapshot_nbytes(config, kv_dtype), strict=True))
+        self.index = PrefixIndex(budget, block_tokens=BLOCK_TOKENS, **sizes)
+        self._here = SingleDeviceSharding(device)
+        pinned = device.platform != "cpu"
+        self._there = SingleDeviceSharding(device, memory_kind="pinned_host") if pinned else None
+
+    def match(self, prompt: Sequence[int]) -> Match | None:
+        """The longest usable prefix of a prompt."""
+        return self.index.match(prompt)
+
+    def store(self, tokens: Sequence[int], rows: Rows, slot: int, *, logits: bool) -> bool:
+        """Keep the state a slot has after exactly `tokens`; logits: the slot's kept logits are those there.
+
+        Of a model without recurrent layers the slot may have gone further. Only blocks that no other prefix
+        shares are read. False: it does not fit.
+        """
+        return self.index.store(
+            tokens,
+            (lambda start: self._leave(rows.read_block(slot, start)))
+            if self.index.block_bytes
+            else _no_block,
+            lambda: self._leave(rows.read_recurrent(slot)),
+            (lambda: self._leave(rows.read_logits(slot))) if logits else None,
+        )
+
+    def restore(self, rows: Rows, slot: int, match: Match, *, keep: int = 0) -> None:
+        """Put a match into a slot whose first `keep` tokens have their attention rows and history already."""
+        self.index.pin(match)
+        staged = deque()
+        try:
+            is_missing = keep < match.length and self.index.block_bytes
+            for start in range(keep - keep % BLOCK_TOKENS, match.length if is_missing else 0, BLOCK_TOKENS):
+                if len(staged) == STAGED_BLOCKS:
+                    jax.block_until_ready(staged.popleft())
+                staged.append(self._enter(match.nodes[start // BLOCK_TOKENS].payload))
+                rows.write_block(slot, start, min(BLOCK_TOKENS, match.length - start), staged[-1])
+            if keep < match.length:
+                rows.set_history(slot, match.tokens)
+            if self.index.recurrent_bytes:
+                rows.write_recurrent(slot, self._enter(match.checkpoint.recurrent))
+            if match.full_hit:
+                rows.write_logits(slot, self._enter(match.checkpoint.logits))
+        finally:
+            self.index.unpin(match)
+
+    def settle(self) -> None:
+        """Wait for the copies under way and forget those that failed: after a step failed on the device."""
+        for item in self.index.items():
+            try:
+                jax.block_until_ready(_payloads(item))
+            except RuntimeError:
+                self.index.drop(item)
+
+    def merge(self, other: "HostTier") -> None:
+        """Take what another tier holds, as far as it fits. Buffers are shared, not copied."""
+        for match in other.index.ends():
+            self._take(match, lambda payload: payload)
+
+    def export(self) -> Iterator[Entry]:
+        """Everything held, as host arrays: every block after its parent, and where prefixes end."""
+        self.settle()
+        numbers: dict[Node, int] = {}
+        for match in self.index.ends():
+            for node in match.nodes:
+                if node not in numbers:
+                    numbers[node] = len(numbers)
+                    about = {"kind": "block", "parent": numbers.get(node.parent, -1)}
+                    yield Entry(about, {"tokens": node.tokens} | _named(node.payload))
+            end = match.checkpoint
+            arrays = {} if end is None else _named(end.recurrent or {}) | _named({"logits": end.logits})
+            yield Entry({"kind": "end", "block": numbers[match.nodes[-1]], "length": match.length}, arrays)
+
+    def add(self, entries: Iterable[Entry]) -> None:
+        """Take exported entries, as far as they fit."""
+        blocks: list[tuple[Node, ...]] = []  # every block with those before it
+        for about, arrays in entries:
+            if about["kind"] == "block":
+                before = blocks[about["parent"]] if about["parent"] >= 0 else ()
+                payload = Block(keys=arrays.get("keys"), values=arrays.get("values"))
+                blocks.append((*before, Node(arrays["tokens"], None, payload, 0)))
+            else:
+                end = Checkpoint(None, 0)
+                end.recurrent = Recurrent(delta=arrays.get("delta"), conv=arrays.get("conv"))
+                end.logits = arrays.get("logits")
+                self._take(
+                    Match(about["length"], end.logits is not None, blocks[about["block"]], end), self._leave
+                )
+
+    def stats(self) -> dict[str, int]:
+        """Bytes and items held, items evicted, prefixes that did not fit."""
+        index = self.index
+        held = {"bytes": index.nbytes, "entries": len(index)}
+        return held | {"evictions": index.evictions, "skipped": index.skipped}
+
+    def _take(self, match: Match, place: Callable) -> None:
+        end = match.checkpoint
+        self.index.store(
+            match.tokens,
+            lambda start: place(match.nodes[start // BLOCK_TOKENS].payload),
+            lambda: place(end.recurrent),
+            (lambda: place(end.logits)) if match.full_hit else None,
+        )
+
+    def _leave(self, tree):
+        """Start arrays on their way to the host."""
+        return tree if self._there is None else jax.device_put(tree, self._there)
+
+    def _enter(self, tree):
+        """Start arrays on their way to the device."""
+        return tree if self._there is None else jax.device_put(tree, self._here)
+
+
+def _no_block(start: int) -> Block:
+    return Block(keys=None, values=None)
+
+
+def _payloads(item: Node | Checkpoint):
+    return item.payload if isinstance(item, Node) else (item.recurrent, item.logits)
+
+
+def _named(fields: Mapping) -> dict[str, np.ndarray]:
+    return {name: np.asarray(leaf) for name, leaf in fields.items() if leaf is not None}
