@@ -267,8 +267,9 @@ class Engine:
             raise TypeError(f"the prompt has shape {ids.shape}: expected one sequence of token ids")
         if ids.size == 0:
             raise ValueError("the prompt is empty: pass at least one token id")
-        huge = ids.dtype == object and all(isinstance(i, int) for i in ids)  # ids beyond 64 bits
-        if not huge and not np.issubdtype(ids.dtype, np.integer):
+        if ids.dtype.kind in "fO" and all(isinstance(i, int) for i in prompt):  # one is beyond 64 bits
+            ids = np.array(prompt, object)
+        elif not np.issubdtype(ids.dtype, np.integer):
             raise TypeError(f"the prompt holds {ids.dtype}: expected integer token ids")
         wrong = (ids < 0) | (ids >= self.config.vocab_size)
         if wrong.any():

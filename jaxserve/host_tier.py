@@ -17,21 +17,22 @@ from jax.sharding import SingleDeviceSharding
 from jaxserve.config import ModelConfig
 from jaxserve.prefix_index import Checkpoint, Match, Node, PrefixIndex
 from jaxserve.saved import Entry
-from jaxserve.snapshot import BLOCK_TOKENS, Block, Recurrent, snapshot_nbytes
+from jaxserve.snapshot import BLOCK_TOKENS, Recurrent, snapshot_nbytes
 
+PIN_BYTES = 2**28  # pinned at a time when the budget is reserved
 STAGED_BLOCKS = 8  # blocks on their way to the device at a time: they take device memory beside the state
 
 
 class Rows(Protocol):
     """The rows of a state, by slot."""
 
-    def read_block(self, slot: int, start: int) -> Block: ...
+    def read_block(self, slot: int, start: int) -> jax.Array: ...
 
     def read_recurrent(self, slot: int) -> Recurrent: ...
 
     def read_logits(self, slot: int) -> jax.Array: ...
 
-    def write_block(self, slot: int, start: int, count: int, block: Block) -> None: ...
+    def write_block(self, slot: int, start: int, count: int, block: jax.Array) -> None: ...
 
     def write_recurrent(self, slot: int, recurrent: Recurrent) -> None: ...
 
@@ -91,6 +92,13 @@ class HostTier:
         finally:
             self.index.unpin(match)
 
+    def reserve(self) -> None:
+        """Pin the whole budget now, so that no later store waits for memory to be pinned (about 1 s per GiB)."""
+        if self._there is not None:
+            sizes = [PIN_BYTES] * (self.index.budget // PIN_BYTES) + [self.index.budget % PIN_BYTES]
+            pages = [jax.device_put(np.zeros(size, np.uint8), self._there) for size in sizes]
+            jax.block_until_ready(pages)  # freed on return: the allocator keeps them
+
     def settle(self) -> None:
         """Wait for the copies under way and forget those that failed: after a step failed on the device."""
         for item in self.index.items():
@@ -113,7 +121,7 @@ class HostTier:
                 if node not in numbers:
                     numbers[node] = len(numbers)
                     about = {"kind": "block", "parent": numbers.get(node.parent, -1)}
-                    yield Entry(about, {"tokens": node.tokens} | _named(node.payload))
+                    yield Entry(about, _named({"tokens": node.tokens, "block": node.payload}))
             end = match.checkpoint
             arrays = {} if end is None else _named(end.recurrent or {}) | _named({"logits": end.logits})
             yield Entry({"kind": "end", "block": numbers[match.nodes[-1]], "length": match.length}, arrays)
@@ -124,11 +132,11 @@ class HostTier:
         for about, arrays in entries:
             if about["kind"] == "block":
                 before = blocks[about["parent"]] if about["parent"] >= 0 else ()
-                payload = Block(keys=arrays.get("keys"), values=arrays.get("values"))
-                blocks.append((*before, Node(arrays["tokens"], None, payload, 0)))
+                blocks.append((*before, Node(arrays["tokens"], None, arrays.get("block"), 0)))
             else:
                 end = Checkpoint(None, 0)
-                end.recurrent = Recurrent(delta=arrays.get("delta"), conv=arrays.get("conv"))
+                if "delta" in arrays:
+                    end.recurrent = Recurrent(delta=arrays["delta"], conv=arrays["conv"])
                 end.logits = arrays.get("logits")
                 self._take(
                     Match(about["length"], end.logits is not None, blocks[about["block"]], end), self._leave
@@ -158,8 +166,8 @@ class HostTier:
         return tree if self._there is None else jax.device_put(tree, self._here)
 
 
-def _no_block(start: int) -> Block:
-    return Block(keys=None, values=None)
+def _no_block(start: int) -> None:
+    """What a model without attention layers keeps of a block."""
 
 
 def _payloads(item: Node | Checkpoint):

@@ -23,31 +23,25 @@ BLOCK_TOKENS = 256  # positions of a block: the unit in which rows leave the dev
 
 
 @chex.dataclass(frozen=True)
-class Block:
-    """BLOCK_TOKENS positions of one row's attention cache. None: the model has no attention layers."""
-
-    keys: jax.Array | None  # [La, Hkv, BLOCK_TOKENS, D] kv dtype
-    values: jax.Array | None  # [La, Hkv, BLOCK_TOKENS, D] kv dtype
-
-
-@chex.dataclass(frozen=True)
 class Recurrent:
-    """One row's recurrent state. None: the model has no recurrent layers."""
+    """One row's recurrent state."""
 
-    delta: jax.Array | None  # [Lr, Hv, Dv, Dk] f32
-    conv: jax.Array | None  # [Lr, W-1, C] f32
-
-
-def abstract_block(config: ModelConfig, kv_dtype: str = "float16") -> Block:
-    """Shapes and dtypes of a `Block` as ShapeDtypeStructs."""
-    memory = abstract_memory(config, slots=1, context=BLOCK_TOKENS, kv_dtype=kv_dtype)
-    return jax.tree.map(_without_slots, Block(keys=memory.keys, values=memory.values))
+    delta: jax.Array  # [Lr, Hv, Dv, Dk] f32
+    conv: jax.Array  # [Lr, W-1, C] f32
 
 
-def abstract_recurrent(config: ModelConfig) -> Recurrent:
-    """Shapes and dtypes of a `Recurrent` as ShapeDtypeStructs."""
+def abstract_block(config: ModelConfig, kv_dtype: str = "float16") -> jax.ShapeDtypeStruct | None:
+    """Shape and dtype of a block, keys then values: [2, La, Hkv, BLOCK_TOKENS, D]. None: no attention layers."""
+    keys = abstract_memory(config, slots=1, context=BLOCK_TOKENS, kv_dtype=kv_dtype).keys
+    return None if keys is None else jax.ShapeDtypeStruct((2, *_without_slots(keys).shape), keys.dtype)
+
+
+def abstract_recurrent(config: ModelConfig) -> Recurrent | None:
+    """Shapes and dtypes of a `Recurrent` as ShapeDtypeStructs. None: no recurrent layers."""
     memory = abstract_memory(config, slots=1, context=1)
-    return jax.tree.map(_without_slots, Recurrent(delta=memory.delta, conv=memory.conv))
+    if memory.delta is None:
+        return None
+    return Recurrent(delta=_without_slots(memory.delta), conv=_without_slots(memory.conv))
 
 
 def abstract_logits(config: ModelConfig) -> jax.ShapeDtypeStruct:
@@ -97,23 +91,22 @@ def copy_row(
 
 
 @jax.jit
-def read_block(state: State, slot: jax.Array, start: jax.Array) -> Block:
-    """The keys and values at positions start, start + 1, …; zero past the row's end.   slot, start: i32 []"""
+def read_block(state: State, slot: jax.Array, start: jax.Array) -> jax.Array:
+    """The keys and values at positions start, start + 1, …; zero past the row's end.
 
-    def read(cache):
-        return None if cache is None else _read_window(cache, slot, start)
-
-    return Block(keys=read(state.memory.keys), values=read(state.memory.values))
+    slot, start: i32 [] → [2, La, Hkv, BLOCK_TOKENS, D]: one array, one transfer
+    """
+    return jnp.stack([_read_window(cache, slot, start) for cache in (state.memory.keys, state.memory.values)])
 
 
 @jax.jit
 def read_recurrent(state: State, slot: jax.Array) -> Recurrent:
     """A slot's recurrent state.   slot: i32 []"""
-
-    def read(stack):
-        return None if stack is None else lax.dynamic_index_in_dim(stack, slot, 1, keepdims=False)
-
-    return Recurrent(delta=read(state.memory.delta), conv=read(state.memory.conv))
+    delta, conv = (
+        lax.dynamic_index_in_dim(stack, slot, 1, keepdims=False)
+        for stack in (state.memory.delta, state.memory.conv)
+    )
+    return Recurrent(delta=delta, conv=conv)
 
 
 @jax.jit
@@ -123,27 +116,22 @@ def read_logits(state: State, slot: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def write_block(state: State, slot: jax.Array, start: jax.Array, count: jax.Array, block: Block) -> State:
+def write_block(state: State, slot: jax.Array, start: jax.Array, count: jax.Array, block: jax.Array) -> State:
     """Put a block's first `count` positions at start, start + 1, … of a slot; past the end they are dropped.
 
-    slot, start, count: i32 []
+    slot, start, count: i32 [], block: [2, La, Hkv, BLOCK_TOKENS, D]
     """
-
-    def write(cache, new):
-        return None if cache is None else _write_window(cache, new, slot, start, count)
-
-    keys, values = write(state.memory.keys, block.keys), write(state.memory.values, block.values)
-    return state.replace(memory=state.memory.replace(keys=keys, values=values))
+    memory = state.memory
+    keys = _write_window(memory.keys, block[0], slot, start, count)
+    values = _write_window(memory.values, block[1], slot, start, count)
+    return state.replace(memory=memory.replace(keys=keys, values=values))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def write_recurrent(state: State, slot: jax.Array, recurrent: Recurrent) -> State:
     """Put a recurrent state into a slot.   slot: i32 []"""
-
-    def write(stack, new):
-        return None if stack is None else lax.dynamic_update_index_in_dim(stack, new, slot, 1)
-
-    delta, conv = write(state.memory.delta, recurrent.delta), write(state.memory.conv, recurrent.conv)
+    delta = lax.dynamic_update_index_in_dim(state.memory.delta, recurrent.delta, slot, 1)
+    conv = lax.dynamic_update_index_in_dim(state.memory.conv, recurrent.conv, slot, 1)
     return state.replace(memory=state.memory.replace(delta=delta, conv=conv))
 
 
@@ -160,12 +148,12 @@ def set_history(state: State, slot: jax.Array, tokens: jax.Array) -> State:
 
 
 def lowerings(
-    state: State, block: Block, recurrent: Recurrent, *, reaches: Iterable[int]
+    state: State, block: jax.Array | None, recurrent: Recurrent | None, *, reaches: Iterable[int]
 ) -> dict[object, Callable[[], jax.stages.Lowered]]:
     """Name → a thunk that lowers the program, for every program a state of these shapes needs.
 
     All arguments may be ShapeDtypeStructs. A model without recurrent layers gets no programs for them, one
-    without attention layers none for blocks, and a single slot none that copy rows.
+    without attention layers none for blocks, a single slot none that copy rows.
     """
     i32 = jax.ShapeDtypeStruct((), np.int32)
     one_row = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
@@ -175,10 +163,10 @@ def lowerings(
         "write_logits": lambda: write_logits.lower(state, i32, one_row(state.logits)),
         "set_history": lambda: set_history.lower(state, i32, one_row(state.history)),
     }
-    if state.memory.keys is not None:
+    if block is not None:
         table["read_block"] = lambda: read_block.lower(state, i32, i32)
         table["write_block"] = lambda: write_block.lower(state, i32, i32, i32, block)
-    if state.memory.delta is not None:
+    if recurrent is not None:
         table["read_recurrent"] = lambda: read_recurrent.lower(state, i32)
         table["write_recurrent"] = lambda: write_recurrent.lower(state, i32, recurrent)
     if state.length.shape[0] > 1:

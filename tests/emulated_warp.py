@@ -167,7 +167,10 @@ def choose_bytes(a, b, selector):
 
 def mma(c, a, b, of="f16"):
     """c + a @ b with exact products, summed in f64 and rounded once."""
-    halves = {"f16": lambda r: _halves(r).astype(np.float64), "bf16": lambda r: _bfloats(r).astype(np.float64)}[of]
+    halves = {
+        "f16": lambda r: _halves(r).astype(np.float64),
+        "bf16": lambda r: _bfloats(r).astype(np.float64),
+    }[of]
     depth = 4 * len(a)
     left, right, total = np.empty((16, depth)), np.empty((depth, 8)), np.empty((16, 8))
     for i, register in enumerate(a):

@@ -1,7 +1,7 @@
 """Engines that tests share: one per kind and process, because loading one compiles all its programs.
 
-The scripted model has a token per byte, whose successors are drawn at random, and chains: tokens that follow each
-other with certainty, so that a test decides what a generation says and how it is cut into tokens.
+The scripted model has a token per byte, whose successors are drawn at random, and chains: tokens that follow
+each other with certainty, so that a test decides what a generation says and how it is cut into tokens.
 """
 
 import atexit
@@ -47,13 +47,13 @@ class Script:
         self.start: dict[str, int] = {}  # chain → the token a prompt ends with
         self.tokens: dict[str, list[int]] = {}
         self.follows: dict[int, int] = {}
+        self.overflow = self._add("[overflow]")  # its logits are not finite
+        self.late_overflow = self._add("[late]")  # its successor's are not
+        self.follows[self.late_overflow] = self.overflow
         for name, (pieces, end) in CHAINS.items():
             ids = [self._add(f"[{name}]"), *[self._add(piece) for piece in pieces]]
             self.follows |= dict(zip(ids, [*ids[1:], end], strict=True))
             self.start[name], self.tokens[name] = ids[0], ids[1:]
-        self.overflow = self._add("[overflow]")  # its logits are not finite
-        self.late_overflow = self._add("[late]")  # its successor's are not
-        self.follows[self.late_overflow] = self.overflow
         self.vocab = len(self.pieces)
 
     def _add(self, piece: str | bytes) -> int:

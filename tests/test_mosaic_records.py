@@ -115,9 +115,7 @@ def emulated_product(monkeypatch, name, x, records, k):
     for chunk in range(chunks):
         address = (column * k + chunk * COLUMNS + lanes.t * 4) * x.dtype.itemsize
         is_whole = emulated_warp.Register(np.full(32, chunk < chunks - 1))
-        xs, inverse = decode._load_chunk(
-            name, address, x.dtype, k - (chunks - 1) * COLUMNS, is_whole, lanes
-        )
+        xs, inverse = decode._load_chunk(name, address, x.dtype, k - (chunks - 1) * COLUMNS, is_whole, lanes)
         for tile, record in enumerate(records[:, chunk]):
             monkeypatch.setattr(products, "load_shared", emulated_warp.memory(record))
             c = products.tile_product(name, emulated_warp.constant(0), xs, lanes)

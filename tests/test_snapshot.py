@@ -26,13 +26,18 @@ def rest(state, slot: int) -> list:
     return memory + [np.asarray(leaf)[others] for leaf in jax.tree.leaves(state.replace(memory=None))]
 
 
-def read_all(state, slot: int) -> tuple:
-    """A row's first block, its recurrent state and its logits."""
-    return (
-        snapshot.read_block(state, i32(slot), i32(0)),
-        snapshot.read_recurrent(state, i32(slot)),
-        snapshot.read_logits(state, i32(slot)),
-    )
+def has(config, kind: str) -> bool:
+    return config.layers_of(kind) > 0
+
+
+def read_all(config, state, slot: int) -> dict:
+    """A row's first block, its recurrent state and its logits, as far as the model has them."""
+    parts = {"logits": snapshot.read_logits(state, i32(slot))}
+    if has(config, "attention"):
+        parts["block"] = snapshot.read_block(state, i32(slot), i32(0))
+    if has(config, "delta"):
+        parts["recurrent"] = snapshot.read_recurrent(state, i32(slot))
+    return parts
 
 
 def request(state, slot: int) -> dict:
@@ -75,11 +80,12 @@ def test_a_row_written_back_elsewhere_equals_the_row_that_was_read(config, conte
     source = random_state(config, context=context, kv_dtype=kv_dtype)
     target = random_state(config, context=context, kv_dtype=kv_dtype, seed=1)
     wanted, before = on_host(source), on_host(target)
-    for start in range(0, context, BLOCK_TOKENS):
+    for start in range(0, context, BLOCK_TOKENS) if has(config, "attention") else ():
         block = snapshot.read_block(source, i32(1), i32(start))
         count = min(BLOCK_TOKENS, context - start)
         target = snapshot.write_block(target, i32(0), i32(start), i32(count), block)
-    target = snapshot.write_recurrent(target, i32(0), snapshot.read_recurrent(source, i32(1)))
+    if has(config, "delta"):
+        target = snapshot.write_recurrent(target, i32(0), snapshot.read_recurrent(source, i32(1)))
     target = snapshot.write_logits(target, i32(0), snapshot.read_logits(source, i32(1)))
     target = snapshot.set_history(target, i32(0), np.array(wanted.history[1]))
     after = on_host(target)
@@ -92,9 +98,9 @@ def test_a_block_is_zero_past_the_end_of_the_row():
     state = random_state(model("attention"))
     block = snapshot.read_block(state, i32(1), i32(BLOCK_TOKENS))
     held = CONTEXT - BLOCK_TOKENS
-    for name in ("keys", "values"):
-        np.testing.assert_array_equal(block[name][:, :, :held], state.memory[name][:, 1, :, BLOCK_TOKENS:])
-        assert not np.asarray(block[name][:, :, held:]).any()
+    for part, name in zip(block, ("keys", "values"), strict=True):
+        np.testing.assert_array_equal(part[:, :, :held], state.memory[name][:, 1, :, BLOCK_TOKENS:])
+        assert not np.asarray(part[:, :, held:]).any()
 
 
 @pytest.mark.parametrize(
@@ -106,16 +112,16 @@ def test_only_the_counted_positions_of_a_block_are_written(start, count):
     before = on_host(state)
     after = on_host(snapshot.write_block(state, i32(1), i32(start), i32(count), block))
     end = min(start + count, CONTEXT)
-    for name in ("keys", "values"):
+    for part, name in zip(np.asarray(block), ("keys", "values"), strict=True):
         expected = before.memory[name].copy()
-        expected[:, 1, :, start:end] = np.asarray(block[name])[:, :, : end - start]
+        expected[:, 1, :, start:end] = part[:, :, : end - start]
         assert_same(after.memory[name], expected)
 
 
 def test_a_snapshot_stays_as_it_was_while_the_state_moves_on(config):
     state = random_state(config)
-    kept = read_all(state, 0)
-    wanted = on_host(read_all(state, 0))
+    kept = read_all(config, state, 0)
+    wanted = on_host(read_all(config, state, 0))
     for _ in range(10):
         state = snapshot.copy_row(state, i32(1), i32(0), i32(5))
         state = snapshot.set_history(state, i32(0), np.zeros(CONTEXT, np.int32))
@@ -168,10 +174,12 @@ def test_every_program_writes_in_place_and_makes_no_copy_of_the_state(config):
 def test_addresses_stay_through_reads_and_writes(config):
     state = random_state(config)
     addresses = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
-    block, recurrent, logits = read_all(state, 0)
-    state = snapshot.write_block(state, i32(1), i32(0), i32(9), block)
-    state = snapshot.write_recurrent(state, i32(1), recurrent)
-    state = snapshot.write_logits(state, i32(1), logits)
+    parts = read_all(config, state, 0)
+    state = snapshot.write_logits(state, i32(1), parts["logits"])
+    if "block" in parts:
+        state = snapshot.write_block(state, i32(1), i32(0), i32(9), parts["block"])
+    if "recurrent" in parts:
+        state = snapshot.write_recurrent(state, i32(1), parts["recurrent"])
     state = snapshot.set_history(state, i32(1), np.zeros(CONTEXT, np.int32))
     state = snapshot.copy_row(state, i32(1), i32(2), i32(9))
     state = snapshot.resume(state, i32(2), i32(9))
@@ -191,13 +199,16 @@ def test_a_program_exists_for_what_the_model_has_and_no_more(config):
 
 
 def test_sizes_and_shapes_are_those_of_what_is_read(config):
-    state = random_state(config, kv_dtype="float32")
-    parts = read_all(state, 0)
-    shapes = (
-        snapshot.abstract_block(config, "float32"),
-        snapshot.abstract_recurrent(config),
-        snapshot.abstract_logits(config),
-    )
-    assert snapshot.snapshot_nbytes(config, "float32") == tuple(nbytes(part) for part in parts)
-    described = lambda tree: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]  # noqa: E731
-    assert described(shapes) == described(parts)
+    parts = read_all(config, random_state(config, kv_dtype="float32"), 0)
+    shapes = {
+        "block": snapshot.abstract_block(config, "float32"),
+        "recurrent": snapshot.abstract_recurrent(config),
+        "logits": snapshot.abstract_logits(config),
+    }
+    assert {name for name, shape in shapes.items() if shape is not None} == set(parts)
+    for name, part in parts.items():
+        assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), part) == jax.tree.map(
+            lambda leaf: (leaf.shape, leaf.dtype), shapes[name]
+        )
+    sizes = tuple(nbytes(parts.get(name)) for name in ("block", "recurrent", "logits"))
+    assert snapshot.snapshot_nbytes(config, "float32") == sizes

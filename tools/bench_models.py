@@ -20,15 +20,15 @@ import time
 from pathlib import Path
 
 import jax
-import synthetic_model
-from synthetic.architectures import PRESETS, parameters
 
 import jaxserve
+import synthetic_model
 from jaxserve.bandwidth import measured_copy_bandwidth
 from jaxserve.cli.bench import decode_speed, prompt_speed, read_per_token
 from jaxserve.cli.console import versions
 from jaxserve.cli.flags import made_up_prompt
 from jaxserve.trace.report import columns
+from synthetic.architectures import PRESETS, parameters
 
 TRACED_STEPS = 50
 GREEDY_PROMPT = list(range(200, 232))
@@ -92,7 +92,9 @@ def main() -> None:
     )
     parser.add_argument("models", nargs="+", help=f"a GGUF file, or one of {', '.join(PRESETS)}")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="for synthetic models")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="for synthetic models"
+    )
     parser.add_argument("--quant", default="Q4_K_M")
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--context", type=int, default=2048)

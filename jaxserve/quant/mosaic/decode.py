@@ -76,7 +76,9 @@ def _spread(row_tiles, chunks, splits, max_warps, record_bytes, copies):
         groups = max(1, min(MULTIPROCESSORS // (splits * copies), -(-row_tiles // row_warps)))
         tiles = -(-row_tiles // groups)
         groups, per_warp = -(-row_tiles // tiles), -(-tiles // row_warps)
-        memory = tiles * chunks * record_bytes / 31e3  # a multiprocessor's share of the bandwidth, bytes per µs
+        memory = (
+            tiles * chunks * record_bytes / 31e3
+        )  # a multiprocessor's share of the bandwidth, bytes per µs
         cost = max(memory, 0.25 * per_warp) + 0.1 * per_warp + 0.005 * row_warps * chunks
         cost += splits * (row_tiles * ROWS * 64 / 3e6 + 0.05)
         if best is None or cost < best[0] - 1e-9:
@@ -139,7 +141,9 @@ def _scaled_f16(steps, dtype) -> tuple[Registers, Register]:
         factors = ptx.pack_f16x2(factor, factor)
         return [ptx.multiply_f16x2(w, factors) for w in words], inverse
     pairs = _f32_pairs(steps, dtype)
-    factor, inverse = _power_of_two(_largest([ptx.absolute(a) for pair in pairs for a in pair], ptx.maximum), dtype)
+    factor, inverse = _power_of_two(
+        _largest([ptx.absolute(a) for pair in pairs for a in pair], ptx.maximum), dtype
+    )
     return [ptx.pack_f16x2(a * factor, b * factor) for a, b in pairs], inverse
 
 
@@ -182,7 +186,9 @@ def _pair_sums(codes: Registers, k: Lane) -> list[Registers]:
 def _operand(sums: list[Registers]) -> Registers:
     """f32 [8 groups][column] each → operand B [column][group]: all high f16 halves, then all low ones."""
     high = [ptx.pack_f16x2(*pair) for pair in sums]
-    rest = [[a - b for a, b in zip(s, ptx.unpack_f16x2(h), strict=True)] for s, h in zip(sums, high, strict=True)]
+    rest = [
+        [a - b for a, b in zip(s, ptx.unpack_f16x2(h), strict=True)] for s, h in zip(sums, high, strict=True)
+    ]
     return [ptx.transpose_8x8(w) for w in [*high, *(ptx.pack_f16x2(*pair) for pair in rest)]]
 
 
@@ -230,13 +236,17 @@ def _partial_products(x, records, index, type_name: str, k: int) -> jax.Array:
     p = plan(row_tiles, chunks, record, copies)
     warps = -(-p.row_warps * p.chunks // 4) * 4
     per_warp = -(-p.tiles // p.row_warps)
-    stride = 20 if batch > 1 else 16  # words between columns of a partial result [column][row]: 20 spreads the banks
+    stride = (
+        20 if batch > 1 else 16
+    )  # words between columns of a partial result [column][row]: 20 spreads the banks
     slot = batch * stride
     stages = min(3 if per_warp > 8 else 2, per_warp)  # slots of a warp's ring; more only delay a short run
     while stages > 1 and warps * stages * record > RING_BYTES:
         stages -= 1
     # tiles between two meetings of a block's partial results
-    per_flush = max(1, min(per_warp, (SHARED_BYTES - warps * stages * record) // (p.row_warps * p.chunks * slot * 4)))
+    per_flush = max(
+        1, min(per_warp, (SHARED_BYTES - warps * stages * record) // (p.row_warps * p.chunks * slot * 4))
+    )
     flushes = -(-per_warp // per_flush)
     per_flush = -(-per_warp // flushes)
     blocks = p.groups * p.splits
@@ -260,7 +270,10 @@ def _partial_products(x, records, index, type_name: str, k: int) -> jax.Array:
         is_live = both(both(row_warp < p.row_warps, chunk < chunks), row_warp < tiles_here)
         count, chunk, row_warp = (select(is_live, v, constant(0)) for v in (count, chunk, row_warp))
 
-        source, step = matrix + ((tile0 + row_warp) * chunks + chunk).widened() * record, p.row_warps * chunks * record
+        source, step = (
+            matrix + ((tile0 + row_warp) * chunks + chunk).widened() * record,
+            p.row_warps * chunks * record,
+        )
         ring = ptx.shared_address(ring_ref) + warp * (stages * record)
         barriers = ptx.shared_address(barrier_ref) + warp * (stages * 8)
 
@@ -301,7 +314,9 @@ def _partial_products(x, records, index, type_name: str, k: int) -> jax.Array:
                 before = select(stage.equals(0), constant(stages - 1), stage - 1)
                 ahead = i + (stages - 1)
                 with when(both(both(lane.equals(0), i >= 1), ahead < count)):
-                    ptx.bulk_copy(ring + before * record, source + ahead.widened() * step, record, barriers + before * 8)
+                    ptx.bulk_copy(
+                        ring + before * record, source + ahead.widened() * step, record, barriers + before * 8
+                    )
             with when(i < count):
                 ptx.barrier_wait(barriers + stage * 8, parity)
             c = tile_product(type_name, ring + stage * record, xs, lanes)
@@ -351,7 +366,9 @@ def _partial_products(x, records, index, type_name: str, k: int) -> jax.Array:
     def body(*refs):
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(program)(*refs)
 
-    body.__name__ = f"decode_{type_name.lower()}_{n}x{k}_b{batch}" + ("" if index is None else f"_experts{rows}")
+    body.__name__ = f"decode_{type_name.lower()}_{n}x{k}_b{batch}" + (
+        "" if index is None else f"_experts{rows}"
+    )
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((p.splits, rows, n), jnp.float32),
@@ -381,13 +398,19 @@ def _check(x, records, index, type_name, k):
     if not supported(type_name, n, k):
         raise ValueError(f"no decode kernel for a {type_name} matrix [{n}, {k}]")
     if columns != k or records.shape[-2:] != (-(-k // COLUMNS), LAYOUTS[type_name].words):
-        raise ValueError(f"x {x.shape} and records {records.shape} do not fit a {type_name} matrix with {k} columns")
+        raise ValueError(
+            f"x {x.shape} and records {records.shape} do not fit a {type_name} matrix with {k} columns"
+        )
     if rows < 1 or (index is None and rows > MAX_BATCH):
-        raise ValueError(f"{rows} rows: the decode kernel takes 1 to {MAX_BATCH}; more rows are a matrix product")
+        raise ValueError(
+            f"{rows} rows: the decode kernel takes 1 to {MAX_BATCH}; more rows are a matrix product"
+        )
     if x.dtype not in DTYPES:
         raise ValueError(f"x is {x.dtype}: the decode kernel takes float32, float16 or bfloat16")
     if index is not None and (index.shape != (rows,) or index.dtype != jnp.int32):
-        raise ValueError(f"index {index.dtype}{index.shape} must name one matrix for each of {rows} rows, int32")
+        raise ValueError(
+            f"index {index.dtype}{index.shape} must name one matrix for each of {rows} rows, int32"
+        )
 
 
 # inner jits: layers of one shape share one lowering, and XLA fuses the sum into what follows

@@ -69,7 +69,9 @@ class Product:
     codes: Callable[[Register, Lane], Iterator[Fragments]]
     bias: tuple[int, int, int, int]  # what is added to the codes of steps 0 … 3, and so on; 0: nothing
     pins: tuple[int, ...]  # constants that codes and scales want in registers
-    scales: Callable[[Register, Lane, int], Registers] | None  # (record, lane, byte offset) → operand A, of 8 or 16 columns
+    scales: (
+        Callable[[Register, Lane, int], Registers] | None
+    )  # (record, lane, byte offset) → operand A, of 8 or 16 columns
     mins: Callable[[Register, Lane, int], Registers] | None = None
     scale_of: str = "f16"
     factor: float = 1.0  # of the whole product
@@ -131,12 +133,16 @@ def _planes(record: Register, k: Lane, bits: int) -> Iterator[dict]:
     """
     if bits == 1:
         for word in _lane_words(record, k, 4):
-            yield {key: _shifted(word, 4 - b) for key, b in zip(_JRH, (0, 1, 2, 3, 8, 9, 10, 11), strict=True)}
+            yield {
+                key: _shifted(word, 4 - b) for key, b in zip(_JRH, (0, 1, 2, 3, 8, 9, 10, 11), strict=True)
+            }
     if bits == 2:
         for chunk in (4, 5):
             words = _lane_words(record, k, chunk)
             for pair in (words[:2], words[2:]):
-                yield {key: _shifted(pair[key[0]], 4 - b) for key, b in zip(_JRH, (0, 2, 8, 10) * 2, strict=True)}
+                yield {
+                    key: _shifted(pair[key[0]], 4 - b) for key, b in zip(_JRH, (0, 2, 8, 10) * 2, strict=True)
+                }
 
 
 def _crumb_codes(has_plane: bool):
@@ -328,7 +334,9 @@ def tile_product(type_name: str, record: Register, xs: Chunk, k: Lane) -> Regist
                 c = mma(c, codes[s], xs.codes[2 * step : 2 * step + 2])
             index = quarter * (4 // per_group) + group
             columns = scales[index // 8 * 2 : index // 8 * 2 + 2]
-            scale = mma(zeros(4), columns, [k.pick[index % 8]], of=product.scale_of)  # to every lane of its row
+            scale = mma(
+                zeros(4), columns, [k.pick[index % 8]], of=product.scale_of
+            )  # to every lane of its row
             acc = [fma(c[i], scale[i & 2], acc[i]) for i in range(4)]
     if product.factor != 1:
         acc = [a * product.factor for a in acc]

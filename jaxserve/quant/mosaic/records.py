@@ -29,7 +29,9 @@ CHUNK_CODES = 1 << 22  # packed at a time: a temporary of up to 16 u32 a code, 2
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1, doubled
 
-Parts = tuple[jax.Array, list[jax.Array], list[jax.Array]]  # codes [n, K], scales [n, groups] each, rows [n, K/256] each
+Parts = tuple[
+    jax.Array, list[jax.Array], list[jax.Array]
+]  # codes [n, K], scales [n, groups] each, rows [n, K/256] each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +54,9 @@ class Layout:
     @property
     def scale_offsets(self) -> list[int]:
         """Byte offset of every scale section, then of the row section, then the record's size."""
-        sizes = [ROWS * COLUMNS // self.group * dtype.itemsize for dtype in self.scales] + [ROWS * 2 * self.rows]
+        sizes = [ROWS * COLUMNS // self.group * dtype.itemsize for dtype in self.scales] + [
+            ROWS * 2 * self.rows
+        ]
         return [int(o) for o in np.cumsum([self.lane_words * 4 * LANES, *sizes])]
 
     @property
@@ -83,7 +87,10 @@ _EVEN = _S % 2  # of two steps, low nibbles serve the even one and high nibbles 
 _STEP4, _QUAD = _S % 4, _S // 4
 _EIGHTH = 4 * (_S // 2 % 2) + 2 * _R + _H
 _NIBBLE = (4, _pairs(2 * (_S // 2) + _R, 4 * (_EVEN + 2 * _H)))
-_NIBBLE_IN_ORDER = (4, 32 * (2 * (_S // 2) + _R) + 4 * (4 * _EVEN + 2 * _H + _P))  # four codes select bytes at once
+_NIBBLE_IN_ORDER = (
+    4,
+    32 * (2 * (_S // 2) + _R) + 4 * (4 * _EVEN + 2 * _H + _P),
+)  # four codes select bytes at once
 _CRUMB = (2, _pairs(2 * _QUAD + _R, 2 * (_STEP4 + 4 * _H)))
 _FIFTH_BIT = (1, _pairs(16 + _QUAD, _EIGHTH + 4 * (_EIGHTH >= 4) + 4 * _EVEN))
 _FIFTH_AND_SIXTH = (2, _pairs(16 + _S // 2, np.array([0, 2, 8, 10])[2 * _R + _H] + 4 * _EVEN))
@@ -277,7 +284,9 @@ LAYOUTS = {
 
 def _words(values):
     """[..., m] u8 or f16 → u32 [..., m · itemsize / 4], little-endian."""
-    return lax.bitcast_convert_type(values.reshape(*values.shape[:-1], -1, 4 // values.dtype.itemsize), jnp.uint32)
+    return lax.bitcast_convert_type(
+        values.reshape(*values.shape[:-1], -1, 4 // values.dtype.itemsize), jnp.uint32
+    )
 
 
 def _bytes(words, dtype):
@@ -359,7 +368,9 @@ def _unpack_tile_row(layout, records):
 
 def _layout(type_name: str) -> Layout:
     if type_name not in LAYOUTS:
-        raise ValueError(f"type {type_name} has no record form; the types that have one are {', '.join(LAYOUTS)}")
+        raise ValueError(
+            f"type {type_name} has no record form; the types that have one are {', '.join(LAYOUTS)}"
+        )
     return LAYOUTS[type_name]
 
 

@@ -1,0 +1,223 @@
+#!/usr/bin/env python3
+"""How fast the decode kernels multiply, type by type and shape by shape, and whether they are right.
+
+Decode reads every weight once per token, so the score is a kernel's bytes of packed weights per second against the
+rate at which the device copies memory. Times are the kernel's own, from the profiler, over enough copies of the
+matrix that none stays in the L2 cache; the sum of the parts of a long K is a small XLA kernel and not included.
+The error is ‖y − x wᵀ‖ / ‖x wᵀ‖ with the product in float32, on log-normal activations. "repeats" says that ten calls
+on weights that lie in L2 gave the same bits, "alone" that a row has the same bits alone and among seven others.
+
+A shape is N×K, or X×N×K for a stack of experts of which each row chooses one.
+Prints a table and, as its last line, one JSON object. Needs a Hopper GPU.
+"""
+
+import argparse
+import collections
+import dataclasses
+import faulthandler
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.bandwidth import measured_copy_bandwidth
+from jaxserve.quant import mosaic
+from jaxserve.quant.mosaic.records import LAYOUTS, ROWS
+from jaxserve.trace.profiler import newest_trace
+
+SHAPES = ("37888x3584", "3584x18944", "17920x1536", "4096x4096", "1536x1536")
+ROTATED_BYTES = 130e6  # an L2 of 60 MB is passed twice over
+MAX_COPIES = 64
+DISTINCT_ROWS = 1024  # of a matrix; the rest repeats them
+REPEATS = 3  # passes over the copies
+HANG_SECONDS = 90
+HALF_SCALES = {  # byte offsets of a block's f16 numbers, if not 0 alone
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+}
+
+
+@dataclasses.dataclass
+class Case:
+    """One kernel: its inputs, and later its figures."""
+
+    type: str
+    shape: tuple[int, ...]
+    rows: int
+    x: jax.Array
+    copies: list[jax.Array]
+    index: jax.Array | None
+
+    @property
+    def name(self) -> str:
+        n, k = self.shape[-2:]
+        kind = f"b{self.rows}" if self.index is None else f"b1_experts{self.rows}"
+        return f"decode_{self.type.lower()}_{n}x{k}_{kind}"
+
+    @property
+    def nbytes(self) -> int:
+        """Packed bytes that one call reads."""
+        return self.copies[0].nbytes if self.index is None else self.copies[0][0].nbytes * self.rows
+
+    def run(self, copy: int = 0, rows: slice = slice(None)) -> jax.Array:
+        if self.index is None:
+            return mosaic.decode_matmul(self.x[rows], self.copies[copy], self.type, self.shape[-1])
+        return mosaic.expert_decode_matmul(
+            self.x[rows], self.copies[copy], self.index[rows], self.type, self.shape[-1]
+        )
+
+
+def random_rows(type_name: str, k: int) -> np.ndarray:
+    """ggml's bytes of `DISTINCT_ROWS` rows: random codes, scales of a sensible size."""
+    layout, rng = LAYOUTS[type_name], np.random.default_rng(0)
+    if type_name == "F16":
+        return rng.standard_normal((DISTINCT_ROWS, k), np.float32).astype(np.float16).view(np.uint8)
+    if type_name == "BF16":
+        return np.asarray(
+            jnp.asarray(rng.standard_normal((DISTINCT_ROWS, k), np.float32), jnp.bfloat16)
+        ).view(np.uint8)
+    blocks = rng.integers(0, 256, (DISTINCT_ROWS, k // layout.block, layout.nbytes), np.uint8)
+    if type_name == "MXFP4":
+        blocks[..., 0] = rng.integers(118, 128, blocks.shape[:-1])
+        return blocks.reshape(DISTINCT_ROWS, -1)
+    for start in HALF_SCALES.get(type_name, (0,)):
+        scale = rng.uniform(0.5, 1, (*blocks.shape[:-1], 1)).astype(np.float16) / 32
+        blocks[..., start : start + 2] = scale.view(np.uint8)
+    return blocks.reshape(DISTINCT_ROWS, -1)
+
+
+def cases(
+    type_name: str, shape: tuple[int, ...], rows: list[int], dtype: str
+) -> tuple[list[Case], jax.Array]:
+    """The kernels of one matrix, and its first rows in f32."""
+    *stack, n, k = shape
+    some = mosaic.pack(type_name, random_rows(type_name, k))
+    dense = mosaic.unpack(type_name, some, k)
+    whole = jnp.resize(some, (n // ROWS, *some.shape[1:]))
+    if stack:  # expert e begins e row tiles further on
+        whole = jnp.stack([jnp.roll(whole, -e, 0) for e in range(stack[0])])
+    count = 1 if stack else min(MAX_COPIES, int(ROTATED_BYTES // whole.nbytes) + 2)
+    copies = [whole, *(jnp.roll(whole, i, 0) for i in range(1, count))]
+    found = []
+    for r in rows:
+        noise = jax.random.normal(jax.random.key(r), (r, k)) * jnp.exp(
+            jax.random.normal(jax.random.key(5), (k,))
+        )
+        index = jnp.asarray(np.random.default_rng(r).permutation(stack[0])[:r], jnp.int32) if stack else None
+        found.append(Case(type_name, shape, r, noise.astype(dtype), copies, index))
+    return found, dense
+
+
+def check(case: Case, dense: jax.Array) -> dict:
+    """Error, and whether repeated and lone calls give the same bits."""
+    y = case.run()
+    exact = np.asarray(jnp.dot(case.x.astype(jnp.float32), dense.T, precision="highest"))
+    n = case.shape[-2]
+    starts = np.zeros(case.rows, int) if case.index is None else np.asarray(case.index) * ROWS
+    which = (starts[:, None] + np.arange(n)) % n % DISTINCT_ROWS
+    exact = np.take_along_axis(exact, which, 1)
+    error = np.linalg.norm(np.asarray(y) - exact) / np.linalg.norm(exact)
+    repeats = all(bool((case.run() == y).all()) for _ in range(10))
+    alone = all(bool((case.run(rows=slice(i, i + 1)) == y[i]).all()) for i in {0, case.rows - 1})
+    return {"error": float(error), "repeats": repeats, "alone": alone}
+
+
+def kernel_times(run) -> dict[str, list[float]]:
+    """µs of every GPU kernel that `run` launches, by name."""
+    times = collections.defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        for plane in jax.profiler.ProfileData.from_file(str(newest_trace(Path(folder)))).planes:
+            if "GPU" in plane.name:
+                for line in plane.lines:
+                    for event in line.events:
+                        times[event.name].append(event.duration_ns / 1e3)
+    return times
+
+
+def measure(found: list[Case]) -> list[float]:
+    """The median µs of every case's kernel, weights from memory."""
+
+    def run():
+        for case in found:
+            for _ in range(max(REPEATS, 12 // len(case.copies))):
+                for copy in range(len(case.copies)):
+                    y = case.run(copy)
+            y.block_until_ready()
+
+    times = kernel_times(run)
+    return [float(np.median([t for name, ts in times.items() if name.startswith(c.name + "_mosaic") for t in ts] or
+                            [t for name, ts in times.items() if name.startswith(c.name) for t in ts] or [np.nan]))
+            for c in found]  # fmt: skip
+
+
+HEADER = f"{'type':8s}{'shape':>16s} rows {'µs':>8s} {'GB/s':>7s} {'% copy':>7s}  {'error':8s} repeats alone"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--types", default=",".join(LAYOUTS), help="comma-separated ggml types")
+    parser.add_argument(
+        "--shapes", default=",".join(SHAPES), help="comma-separated NxK, or XxNxK for experts"
+    )
+    parser.add_argument("--rows", default="1,8", help="comma-separated, 1 to 8")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"), help="of x")
+    options = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        print(f"needs an NVIDIA GPU; JAX runs on {jax.default_backend()}", file=sys.stderr)
+        return 1
+    device = jax.devices()[0]
+    copy = measured_copy_bandwidth(device)
+    print(
+        f"{device.device_kind}, jax {jax.__version__}, copy {copy / 1e9:.0f} GB/s, x {options.dtype}\n{HEADER}"
+    )
+    results, failures = [], []
+    for type_name in options.types.split(","):
+        found, figures = [], []
+        for text in options.shapes.split(","):
+            faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)  # a kernel that hangs says nothing
+            try:
+                shape = tuple(int(v) for v in text.split("x"))
+                some, dense = cases(
+                    type_name, shape, [int(r) for r in options.rows.split(",")], options.dtype
+                )
+                figures += [check(case, dense) for case in some]
+                found += some
+            except Exception as error:  # the other kernels' figures are still wanted
+                failures.append(f"{type_name} {text}: {type(error).__name__}: {error}")
+                print(failures[-1], file=sys.stderr)
+        times = measure(found)
+        faulthandler.cancel_dump_traceback_later()
+        for case, figure, us in zip(found, figures, times, strict=True):
+            rate = case.nbytes / us * 1e6
+            shape = "x".join(map(str, case.shape))
+            row = {"type": type_name, "shape": shape, "rows": case.rows, "us": us, "gb_per_s": rate / 1e9}
+            results.append({**row, "of_copy": rate / copy, **figure})
+            print(
+                f"{type_name:8s}{shape:>16s} {case.rows:4d} {us:8.2f} {rate / 1e9:7.0f} {100 * rate / copy:6.1f}%  "
+                f"{figure['error']:.1e}  {figure['repeats']!s:7s} {figure['alone']}",
+                flush=True,
+            )
+    wrong = [r for r in results if not (r["error"] < 1e-3 and r["repeats"] and r["alone"])]
+    failures += [f"{r['type']} {r['shape']} {r['rows']} rows: wrong" for r in wrong]
+    about = {
+        "device": device.device_kind,
+        "jax": jax.__version__,
+        "copy_gb_per_s": copy / 1e9,
+        "dtype": options.dtype,
+    }
+    print(json.dumps({**about, "kernels": results, "failures": failures}))
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
