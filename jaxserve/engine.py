@@ -5,6 +5,7 @@ import itertools
 import os
 import secrets
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -209,6 +210,7 @@ class Engine:
     # -- the way of a request
 
     def _submit(self, prompt, params: SamplingParams | None) -> Request:
+        called = time.perf_counter()
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params={params!r}: expected a SamplingParams")
@@ -223,7 +225,7 @@ class Engine:
         options = sampling.options(params, end_ids=end_ids, seed=seed, vocab_size=self.config.vocab_size)
         limit = min(params.max_tokens, self.context - len(ids) + 1)
         text = TextStream(tokenizer, params.stop) if tokenizer else None
-        request = Request(next(self._numbers), ids, params, options, limit, text)
+        request = Request(next(self._numbers), ids, params, options, limit, text, called=called)
         with self._lock:
             self._open()._scheduler.submit(request)
         return request

@@ -63,11 +63,13 @@ class HostTier:
         Of a model without recurrent layers the slot may have gone further. Only blocks that no other prefix
         shares are read. False: it does not fit.
         """
+
+        def read_block(start):
+            return self._leave(rows.read_block(slot, start)) if self.index.block_bytes else None
+
         return self.index.store(
             tokens,
-            (lambda start: self._leave(rows.read_block(slot, start)))
-            if self.index.block_bytes
-            else _no_block,
+            read_block,
             lambda: self._leave(rows.read_recurrent(slot)),
             (lambda: self._leave(rows.read_logits(slot))) if logits else None,
         )
@@ -93,7 +95,7 @@ class HostTier:
             self.index.unpin(match)
 
     def reserve(self) -> None:
-        """Pin the whole budget now, so that no later store waits for memory to be pinned (about 1 s per GiB)."""
+        """Pin the whole budget now: later, pinning would hold up a request (0.1 s and more at a time)."""
         if self._there is not None:
             sizes = [PIN_BYTES] * (self.index.budget // PIN_BYTES) + [self.index.budget % PIN_BYTES]
             pages = [jax.device_put(np.zeros(size, np.uint8), self._there) for size in sizes]
@@ -164,10 +166,6 @@ class HostTier:
     def _enter(self, tree):
         """Start arrays on their way to the device."""
         return tree if self._there is None else jax.device_put(tree, self._here)
-
-
-def _no_block(start: int) -> None:
-    """What a model without attention layers keeps of a block."""
 
 
 def _payloads(item: Node | Checkpoint):

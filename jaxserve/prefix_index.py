@@ -241,6 +241,7 @@ class PrefixIndex:
                 setattr(checkpoint, name, payload)
                 checkpoint.nbytes += size
                 self.nbytes += size
+                self._pinned_bytes += size if checkpoint.pins else 0
         return checkpoint
 
     def _touch(self, nodes: Sequence[Node], checkpoint: Checkpoint | None) -> None:

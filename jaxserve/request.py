@@ -25,6 +25,8 @@ class Request:
         options: Options,
         limit: int,
         text=None,
+        *,
+        called: float | None = None,
     ):
         self.number, self.prompt, self.params, self.options = number, prompt, params, options
         self.limit = limit  # tokens it may draw: max_tokens, or what the context leaves
@@ -39,7 +41,7 @@ class Request:
         self.finish_reason: str | None = None
         self.failure: BaseException | None = None
         self.abandoned = False  # nobody will read it: its stream was dropped
-        self.submitted = time.perf_counter()
+        self.called = time.perf_counter() if called is None else called
         self.admitted = self.first = self.finished = None
 
     @property
@@ -97,10 +99,10 @@ class Request:
         start, first = self.admitted, self.first
         decoded = max(0, len(self.tokens) - 1)
         return PhaseTimings(
-            queue_s=between(self.submitted, start if start is not None else self.finished),
+            queue_s=between(self.called, start if start is not None else self.finished),
             prefill_s=between(start, first if first is not None else self.finished),
             decode_s=between(first, self.finished) if self.asked > 1 else None,
-            first_token_s=between(self.submitted, first),
+            first_token_s=between(self.called, first),
             prompt_tokens=len(self.prompt),
             prefilled_tokens=self.fed,
             decoded_tokens=decoded,

@@ -53,6 +53,7 @@ class Runner:
         self.slots, self.context, self.kv_dtype = slots, context, kv_dtype
         self.buckets = Buckets.of(context, slots, jax.default_backend())
         self.programs = _compile(self._lowerings(), progress)
+        init_memory(config, context=context, kv_dtype=kv_dtype)  # compiled here, so that `logits` need not
         self.reset()
         self._warm_up()
 

@@ -115,7 +115,7 @@ class Scheduler:
             self.slots[request.slot] = request
             self.runner.admit(request.slot, request.options, request.limit)
             request.start()
-            self.log.mark(request.number, "queue", request.admitted - request.submitted, slot=request.slot)
+            self.log.mark(request.number, "queue", request.admitted - request.called, slot=request.slot)
             self.log.mark(request.number, "route prefill", why="no prefix reuse", prompt=len(request.prompt))
 
     def reap(self) -> None:

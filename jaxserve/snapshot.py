@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxserve.config import ModelConfig
 from jaxserve.state import Memory, State, abstract_memory, nbytes
-from jaxserve.step import _first_draw
+from jaxserve.step import _draw, _first_draw
 
 BLOCK_TOKENS = 256  # positions of a block: the unit in which rows leave the device, are shared and come back
 
@@ -31,7 +31,7 @@ class Recurrent:
 
 
 def abstract_block(config: ModelConfig, kv_dtype: str = "float16") -> jax.ShapeDtypeStruct | None:
-    """Shape and dtype of a block, keys then values: [2, La, Hkv, BLOCK_TOKENS, D]. None: no attention layers."""
+    """Shape and dtype of a block of keys and values. None: the model has no attention layers."""
     keys = abstract_memory(config, slots=1, context=BLOCK_TOKENS, kv_dtype=kv_dtype).keys
     return None if keys is None else jax.ShapeDtypeStruct((2, *_without_slots(keys).shape), keys.dtype)
 
@@ -55,13 +55,17 @@ def snapshot_nbytes(config: ModelConfig, kv_dtype: str = "float16") -> tuple[int
     return tuple(nbytes(part) for part in parts)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def resume(state: State, slot: jax.Array, length: jax.Array) -> State:
+@functools.partial(jax.jit, static_argnames="sampled", donate_argnums=0)
+def resume(state: State, slot: jax.Array, length: jax.Array, *, sampled: bool = True) -> State:
     """Draw a slot's first token, with its present options, from the logits kept at `length` tokens.
 
-    slot, length: i32 []
+    slot, length: i32 []. sampled: the row needs more than an argmax (penalties, a draw, log-probabilities).
     """
-    return _first_draw(state.replace(length=state.length.at[slot].set(length)), slot)
+    state = state.replace(length=state.length.at[slot].set(length))
+    if sampled:
+        return _first_draw(state, slot)
+    row = slot.reshape(1)
+    return _draw(state.replace(drawn=state.drawn.at[row].set(-1)), row, jnp.ones(1, bool), 0, sampled=False)
 
 
 @functools.partial(jax.jit, static_argnames="reach", donate_argnums=0)
@@ -158,7 +162,8 @@ def lowerings(
     i32 = jax.ShapeDtypeStruct((), np.int32)
     one_row = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
     table = {
-        "resume": lambda: resume.lower(state, i32, i32),
+        ("resume", False): lambda: resume.lower(state, i32, i32, sampled=False),
+        ("resume", True): lambda: resume.lower(state, i32, i32, sampled=True),
         "read_logits": lambda: read_logits.lower(state, i32),
         "write_logits": lambda: write_logits.lower(state, i32, one_row(state.logits)),
         "set_history": lambda: set_history.lower(state, i32, one_row(state.history)),

@@ -94,7 +94,7 @@ def decode(
     return lax.fori_loop(0, steps, lambda i, state: step(state, i), state)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)  # its bytes are not read, only its place is used
 def peek(mailbox: jax.Array, state: State) -> jax.Array:
     """What the host reads, one copy: per slot its status and the tokens of its last dispatch, and in a wide mailbox their
     log-probabilities (as bits).   mailbox: i32 [slots, 1 + MAX_STEPS] or [slots, wide] (`mailbox_width`)"""

@@ -1,7 +1,8 @@
-"""One warp in numpy: stands in for `jaxserve.quant.mosaic.ptx`, so that what a kernel computes runs without a GPU.
+"""One warp in numpy: stands in for `jaxserve.quant.mosaic.ptx`, so that what a kernel computes runs without a
+GPU.
 
-A register is an array of 32, one entry a lane. Only arithmetic, loads and exchanges between lanes are here: copies,
-barriers and stores belong to the GPU tests.
+A register is an array of 32, one entry a lane. Only arithmetic, loads and exchanges between lanes are here:
+copies, barriers and stores belong to the GPU tests.
 """
 
 import numpy as np

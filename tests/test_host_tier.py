@@ -180,6 +180,13 @@ def test_storing_and_restoring_compile_nothing_new(config):
         tier.settle()
 
 
+def test_a_reserved_tier_works_as_any_other():
+    source, tier = filled(model("hybrid")), new_tier(model("hybrid"))
+    tier.reserve()
+    assert tier.stats()["bytes"] == 0
+    assert tier.store(TOKENS, source, 1, logits=True)
+
+
 @pytest.mark.gpu
 def test_snapshots_lie_in_pinned_host_memory():
     source, tier = filled(model("hybrid")), new_tier(model("hybrid"))

@@ -1,4 +1,4 @@
-"""The decode kernels on a GPU: values, the same bits on every call, rows that do not know their neighbours."""
+"""The decode kernels on a GPU: values, the same bits on every call, rows independent of their neighbours."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ REPEATS = 10
 
 @pytest.fixture(scope="module")
 def matrix():
-    """(type, n, k) → records, and the f32 values of the first `DISTINCT_ROWS` rows; the last one asked for is kept."""
+    """(type, n, k) → records, and the first `DISTINCT_ROWS` rows in f32. The last one asked for is kept."""
     kept = {}
 
     def make(name, n, k):

@@ -1,6 +1,7 @@
 """Records and the arithmetic of the decode kernels, without a GPU.
 
-The arithmetic runs on an emulated warp; what only a GPU can show (copies, barriers, speed) is in test_mosaic_gpu.py.
+The arithmetic runs on an emulated warp; what only a GPU can show (copies, barriers, speed) is in
+test_mosaic_gpu.py.
 """
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxserve.quant import mosaic
-from jaxserve.quant.mosaic import decode, products, ptx
+from jaxserve.quant.mosaic import activations, decode, plan, products, ptx
 from jaxserve.quant.mosaic.records import COLUMNS, LAYOUTS, ROWS
 from tests import emulated_warp
 from tests.quants import dense, oracle, random_raw
@@ -94,7 +95,7 @@ def test_matrices_without_a_record_form_are_refused_with_the_reason():
 
 @pytest.fixture
 def warp(monkeypatch):
-    for module in (ptx, products, decode):
+    for module in (ptx, products, activations):
         for name in dir(emulated_warp):
             if hasattr(module, name) and not name.startswith("_"):
                 monkeypatch.setattr(module, name, getattr(emulated_warp, name))
@@ -115,7 +116,9 @@ def emulated_product(monkeypatch, name, x, records, k):
     for chunk in range(chunks):
         address = (column * k + chunk * COLUMNS + lanes.t * 4) * x.dtype.itemsize
         is_whole = emulated_warp.Register(np.full(32, chunk < chunks - 1))
-        xs, inverse = decode._load_chunk(name, address, x.dtype, k - (chunks - 1) * COLUMNS, is_whole, lanes)
+        xs, inverse = activations.load_chunk(
+            name, address, x.dtype, k - (chunks - 1) * COLUMNS, is_whole, lanes
+        )
         for tile, record in enumerate(records[:, chunk]):
             monkeypatch.setattr(products, "load_shared", emulated_warp.memory(record))
             c = products.tile_product(name, emulated_warp.constant(0), xs, lanes)
@@ -135,12 +138,11 @@ def error(y, x, w):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("name", TYPES)
 def test_a_warps_product_is_exact_but_for_x_in_half_precision(name, dtype, warp, monkeypatch):
-    k = 2 * COLUMNS
-    raw = raw_matrix(name, 2 * ROWS, k)
+    raw = raw_matrix(name, ROWS, COLUMNS)
     rng = np.random.default_rng(1)
-    x = rng.standard_normal((3, k)) * np.exp(rng.standard_normal(k))
+    x = rng.standard_normal((3, COLUMNS)) * np.exp(rng.standard_normal(COLUMNS))
     x = np.asarray(jnp.asarray(x, dtype))
-    y = emulated_product(monkeypatch, name, x, np.asarray(mosaic.pack(name, raw)), k)
+    y = emulated_product(monkeypatch, name, x, np.asarray(mosaic.pack(name, raw)), COLUMNS)
     assert error(y, x, dense(raw, name)) < (1e-4 if name == "BF16" else 6e-4)
 
 
@@ -212,16 +214,20 @@ def test_the_expert_form_lowers_for_cuda():
 def test_a_plan_covers_the_matrix_in_one_wave(name, shape):
     row_tiles, chunks = shape[0] // ROWS, -(-shape[1] // COLUMNS)
     record = LAYOUTS[name].words * 4
-    p = decode.plan(row_tiles, chunks, record)
-    assert p.groups * p.splits <= decode.MULTIPROCESSORS
+    p = plan.plan(row_tiles, chunks, record)
+    assert p.groups * p.splits <= plan.MULTIPROCESSORS
     assert (p.groups - 1) * p.tiles < row_tiles <= p.groups * p.tiles
     assert (p.splits - 1) * p.chunks < chunks <= p.splits * p.chunks
     assert p.row_warps * p.chunks <= 16
-    assert p.row_warps * p.chunks * 2 * record <= decode.RING_BYTES
+    assert (
+        p.warps * p.stages * record <= plan.RING_BYTES
+        and p.stages == min(2, p.tiles_per_warp)
+        or p.stages == 3
+    )
 
 
 def test_the_order_of_summation_does_not_depend_on_the_number_of_experts():
-    cuts = {(p.chunks, p.splits) for p in (decode.plan(48, 12, 2368, copies) for copies in (1, 2, 8, 64))}
+    cuts = {(p.chunks, p.splits) for p in (plan.plan(48, 12, 2368, copies) for copies in (1, 2, 8, 64))}
     assert len(cuts) == 1
 
 

@@ -200,6 +200,18 @@ def test_a_prefix_that_cannot_fit_is_skipped_and_nothing_goes_for_it(recurrent):
     assert index.match([1, 2]).full_hit
 
 
+def test_logits_added_to_a_pinned_checkpoint_are_pinned_with_it():
+    index = make_index(True, budget=10 + 25 + LOGITS_BYTES)
+    store(index, [1], logits=False)
+    pinned = index.match([1, 2])
+    index.pin(pinned)
+    assert store(index, [1], logits=True)
+    assert not store(index, [2, 3])
+    index.unpin(pinned)
+    assert index._pinned_bytes == 0
+    assert store(index, [2, 3])
+
+
 def test_a_failed_read_leaves_nothing_half_stored():
     index = make_index(True)
     store(index, [1, 2, 3, 4])

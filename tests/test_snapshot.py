@@ -158,6 +158,16 @@ def test_a_full_hit_draws_what_the_prefill_of_the_prompt_would(params):
     assert_same(rest(after, 1), rest(before, 1))
 
 
+def test_a_greedy_full_hit_draws_the_same_without_the_sampler():
+    options = sampling.options(SamplingParams(), seed=0, vocab_size=VOCABULARY)
+    state = step.admit(random_state(model("attention")), i32(1), options, i32(5))
+    other = jax.tree.map(lambda leaf: leaf.copy(), state)
+    plain = on_host(snapshot.resume(state, i32(1), i32(40), sampled=False))
+    full = on_host(snapshot.resume(other, i32(1), i32(40)))
+    kept = dict(counts=full.counts, logprobs=full.logprobs, likely=full.likely)
+    assert_same(plain.replace(**kept), full)
+
+
 def test_every_program_writes_in_place_and_makes_no_copy_of_the_state(config):
     state = abstract_state(config, slots=8, context=4096)
     block, recurrent = snapshot.abstract_block(config), snapshot.abstract_recurrent(config)
@@ -167,7 +177,7 @@ def test_every_program_writes_in_place_and_makes_no_copy_of_the_state(config):
             assert memory.alias_size_in_bytes == 0
         else:
             assert memory.alias_size_in_bytes == nbytes(state), name
-        if name != "resume":  # which has the sampler's scratch, whatever the size of the row
+        if "resume" not in name:  # which has the sampler's scratch, whatever the size of the row
             assert memory.temp_size_in_bytes < nbytes(state) / 4, name
 
 
@@ -195,7 +205,7 @@ def test_a_program_exists_for_what_the_model_has_and_no_more(config):
     assert names[3] - names[1] == {("copy_row", 32), ("copy_row", 64)}
     for kind, thing in (("attention", "block"), ("delta", "recurrent")):
         assert ({f"read_{thing}", f"write_{thing}"} <= names[1]) == (config.layers_of(kind) > 0)
-    assert {"resume", "read_logits", "write_logits", "set_history"} <= names[1]
+    assert {("resume", False), ("resume", True), "read_logits", "write_logits", "set_history"} <= names[1]
 
 
 def test_sizes_and_shapes_are_those_of_what_is_read(config):

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """How fast the decode kernels multiply, type by type and shape by shape, and whether they are right.
 
-Decode reads every weight once per token, so the score is a kernel's bytes of packed weights per second against the
-rate at which the device copies memory. Times are the kernel's own, from the profiler, over enough copies of the
-matrix that none stays in the L2 cache; the sum of the parts of a long K is a small XLA kernel and not included.
-The error is ‖y − x wᵀ‖ / ‖x wᵀ‖ with the product in float32, on log-normal activations. "repeats" says that ten calls
-on weights that lie in L2 gave the same bits, "alone" that a row has the same bits alone and among seven others.
+Decode reads every weight once per token, so the score is a kernel's bytes of packed weights per second
+against the rate at which the device copies memory. Times are the kernel's own, from the profiler, over
+enough copies of the matrix that none stays in the L2 cache; the sum of the parts of a long K is a small XLA
+kernel and not included. The error is ‖y − x wᵀ‖ / ‖x wᵀ‖ with the product in float32, on log-normal
+activations. "repeats" says that ten calls on weights that lie in L2 gave the same bits, "alone" that a row
+has the same bits alone and among seven others.
 
-A shape is N×K, or X×N×K for a stack of experts of which each row chooses one.
-Prints a table and, as its last line, one JSON object. Needs a Hopper GPU.
+A shape is N×K, or X×N×K for a stack of experts of which each row chooses one. Prints a table and, as its
+last line, one JSON object. Needs a Hopper GPU.
 """
 
 import argparse
@@ -45,32 +46,39 @@ HALF_SCALES = {  # byte offsets of a block's f16 numbers, if not 0 alone
 
 @dataclasses.dataclass
 class Case:
-    """One kernel: its inputs, and later its figures."""
+    """One kernel and the weights that it reads in turn."""
 
     type: str
     shape: tuple[int, ...]
-    rows: int
     x: jax.Array
-    copies: list[jax.Array]
-    index: jax.Array | None
+    copies: list[jax.Array]  # records of one matrix each, or one stack
+    index: list[jax.Array]  # the experts that the rows choose in turn; empty without a stack
+
+    @property
+    def rows(self) -> int:
+        return len(self.x)
 
     @property
     def name(self) -> str:
         n, k = self.shape[-2:]
-        kind = f"b{self.rows}" if self.index is None else f"b1_experts{self.rows}"
-        return f"decode_{self.type.lower()}_{n}x{k}_{kind}"
+        return f"decode_{self.type.lower()}_{n}x{k}_" + (
+            f"b1_experts{self.rows}" if self.index else f"b{self.rows}"
+        )
 
     @property
     def nbytes(self) -> int:
         """Packed bytes that one call reads."""
-        return self.copies[0].nbytes if self.index is None else self.copies[0][0].nbytes * self.rows
+        return self.copies[0][0].nbytes * self.rows if self.index else self.copies[0].nbytes
 
-    def run(self, copy: int = 0, rows: slice = slice(None)) -> jax.Array:
-        if self.index is None:
-            return mosaic.decode_matmul(self.x[rows], self.copies[copy], self.type, self.shape[-1])
-        return mosaic.expert_decode_matmul(
-            self.x[rows], self.copies[copy], self.index[rows], self.type, self.shape[-1]
-        )
+    @property
+    def turns(self) -> int:
+        return len(self.index) or len(self.copies)
+
+    def run(self, turn: int = 0, rows: slice = slice(None)) -> jax.Array:
+        x, k = self.x[rows], self.shape[-1]
+        if self.index:
+            return mosaic.expert_decode_matmul(x, self.copies[0], self.index[turn][rows], self.type, k)
+        return mosaic.decode_matmul(x, self.copies[turn], self.type, k)
 
 
 def random_rows(type_name: str, k: int) -> np.ndarray:
@@ -109,19 +117,18 @@ def cases(
         noise = jax.random.normal(jax.random.key(r), (r, k)) * jnp.exp(
             jax.random.normal(jax.random.key(5), (k,))
         )
-        index = jnp.asarray(np.random.default_rng(r).permutation(stack[0])[:r], jnp.int32) if stack else None
-        found.append(Case(type_name, shape, r, noise.astype(dtype), copies, index))
+        chosen = np.random.default_rng(r).permutation(stack[0]) if stack else []
+        index = [jnp.asarray(chosen[i : i + r], jnp.int32) for i in range(0, len(chosen) - r + 1, r)]
+        found.append(Case(type_name, shape, noise.astype(dtype), copies, index))
     return found, dense
 
 
 def check(case: Case, dense: jax.Array) -> dict:
     """Error, and whether repeated and lone calls give the same bits."""
-    y = case.run()
+    y, n = case.run(), case.shape[-2]
     exact = np.asarray(jnp.dot(case.x.astype(jnp.float32), dense.T, precision="highest"))
-    n = case.shape[-2]
-    starts = np.zeros(case.rows, int) if case.index is None else np.asarray(case.index) * ROWS
-    which = (starts[:, None] + np.arange(n)) % n % DISTINCT_ROWS
-    exact = np.take_along_axis(exact, which, 1)
+    first = np.asarray(case.index[0]) * ROWS if case.index else np.zeros(case.rows, int)
+    exact = np.take_along_axis(exact, (first[:, None] + np.arange(n)) % n % DISTINCT_ROWS, 1)
     error = np.linalg.norm(np.asarray(y) - exact) / np.linalg.norm(exact)
     repeats = all(bool((case.run() == y).all()) for _ in range(10))
     alone = all(bool((case.run(rows=slice(i, i + 1)) == y[i]).all()) for i in {0, case.rows - 1})
@@ -147,15 +154,17 @@ def measure(found: list[Case]) -> list[float]:
 
     def run():
         for case in found:
-            for _ in range(max(REPEATS, 12 // len(case.copies))):
-                for copy in range(len(case.copies)):
-                    y = case.run(copy)
+            for _ in range(max(REPEATS, 12 // case.turns)):
+                for turn in range(case.turns):
+                    y = case.run(turn)
             y.block_until_ready()
 
     times = kernel_times(run)
-    return [float(np.median([t for name, ts in times.items() if name.startswith(c.name + "_mosaic") for t in ts] or
-                            [t for name, ts in times.items() if name.startswith(c.name) for t in ts] or [np.nan]))
-            for c in found]  # fmt: skip
+    medians = []
+    for case in found:
+        own = [t for name, ts in times.items() if name.split("_mosaic")[0] == case.name for t in ts]
+        medians.append(float(np.median(own)) if own else float("nan"))
+    return medians
 
 
 HEADER = f"{'type':8s}{'shape':>16s} rows {'µs':>8s} {'GB/s':>7s} {'% copy':>7s}  {'error':8s} repeats alone"
@@ -177,9 +186,8 @@ def main() -> int:
         return 1
     device = jax.devices()[0]
     copy = measured_copy_bandwidth(device)
-    print(
-        f"{device.device_kind}, jax {jax.__version__}, copy {copy / 1e9:.0f} GB/s, x {options.dtype}\n{HEADER}"
-    )
+    print(f"{device.device_kind}, jax {jax.__version__}, copy {copy / 1e9:.0f} GB/s, x {options.dtype}")
+    print(HEADER)
     results, failures = [], []
     for type_name in options.types.split(","):
         found, figures = [], []
@@ -202,11 +210,9 @@ def main() -> int:
             shape = "x".join(map(str, case.shape))
             row = {"type": type_name, "shape": shape, "rows": case.rows, "us": us, "gb_per_s": rate / 1e9}
             results.append({**row, "of_copy": rate / copy, **figure})
-            print(
-                f"{type_name:8s}{shape:>16s} {case.rows:4d} {us:8.2f} {rate / 1e9:7.0f} {100 * rate / copy:6.1f}%  "
-                f"{figure['error']:.1e}  {figure['repeats']!s:7s} {figure['alone']}",
-                flush=True,
-            )
+            checks = f"{figure['error']:.1e}  {figure['repeats']!s:7s} {figure['alone']}"
+            speed = f"{us:8.2f} {rate / 1e9:7.0f} {100 * rate / copy:6.1f}%"
+            print(f"{type_name:8s}{shape:>16s} {case.rows:4d} {speed}  {checks}", flush=True)
     wrong = [r for r in results if not (r["error"] < 1e-3 and r["repeats"] and r["alone"])]
     failures += [f"{r['type']} {r['shape']} {r['rows']} rows: wrong" for r in wrong]
     about = {

@@ -1,15 +1,16 @@
 """One record times the activations in registers, per ggml type: what a warp does with a tile.
 
-Codes become f16 without a conversion: OR-ed into the mantissa of a power of two they read as 1024 + q, 64 + q, …, and
-the sum of these biases is taken away once per tile, through a product of the scales with (bias · Σx). Codes, scales
-and mins are small integers or halves, exact in f16; what f16 cannot hold (the scale of scales) is applied in f32. So
-the only error is that of x in f16 (of x in two bf16 halves for BF16 matrices).
+Codes become f16 without a conversion: OR-ed into the mantissa of a power of two they read as 1024 + q, 64 +
+q, …, and the sum of these biases is taken away once per tile, through a product of the scales with (bias ·
+Σx). Codes, scales and mins are small integers or halves, exact in f16; what f16 cannot hold (the scale of
+scales) is applied in f32. So the only error is that of x in f16 (of x in two bf16 halves for BF16
+matrices).
 
     per group  c = mma(codes, x);  s = mma(scales, selector of the group);  acc += s · c
     per tile   acc starts as mma(scales, -bias · Σx);  y = d · acc + mma(mins, Σx)
 
-A tile's fragment order is records.py's: step s multiplies 16 columns; its four operand registers are (row g, row g+8)
-of the first half of the slots, then of the second.
+A tile's fragment order is records.py's: step s multiplies 16 columns; its four operand registers are (row
+g, row g+8) of the first half of the slots, then of the second.
 """
 
 import dataclasses
@@ -102,7 +103,7 @@ _JRH = [(j, r, h) for j in range(2) for r in range(2) for h in range(2)]  # pair
 
 
 def _nibble_codes(plane_bits: int):
-    """Low nibbles read as 1024 + q in even steps, high ones as 64 + q in odd steps; a plane's bits go above them."""
+    """Low nibbles read as 1024 + q in even steps, high ones as 64 + q in odd; a plane's bits go above."""
 
     def codes(record: Register, k: Lane) -> Iterator[Fragments]:
         planes = _planes(record, k, plane_bits)
@@ -197,7 +198,7 @@ def _iq4_codes(record: Register, k: Lane) -> Iterator[Fragments]:
 
 
 def _mxfp4_codes(record: Register, k: Lane) -> Iterator[Fragments]:
-    """e2m1's bits put at the sign, the low exponent bits and the top mantissa bit of an f16: value · 2^-14."""
+    """e2m1's bits at the sign, the low exponent bits and the top mantissa bit of an f16: value · 2^-14."""
     for quarter in range(4):
         words = _lane_words(record, k, quarter)
 
@@ -353,7 +354,7 @@ def tile_product(type_name: str, record: Register, xs: Chunk, k: Lane) -> Regist
 
 
 def _times_sums(acc: Registers, scales: Registers, sums: Registers) -> Registers:
-    """acc + scales @ sums, the sums being high and low halves.   8 groups: both in one mma, the scales twice"""
+    """acc + scales @ (high + low halves of sums). With 8 groups one mma takes both, the scales twice."""
     if len(scales) == 2:
         return mma(acc, (*scales, *scales), sums)
     return mma(mma(acc, scales, sums[:2]), scales, sums[2:])

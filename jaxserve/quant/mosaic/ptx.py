@@ -1,7 +1,8 @@
 """What one GPU thread does, written with Python operators: each helper becomes one PTX instruction or a few.
 
-Used inside `plgpu.inline_mgpu`. This is the only file that spells PTX; semantics are those of NVIDIA's PTX ISA for
-sm_90. A warp is 32 threads ("lanes") in step; an f16x2 register holds two halves, the first in its low 16 bits.
+Used inside `plgpu.inline_mgpu`. This is the only file that spells PTX; semantics are those of NVIDIA's PTX
+ISA for sm_90. A warp is 32 threads ("lanes") in step; an f16x2 register holds two halves, the first in its
+low 16 bits.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ def _integer(bits: int) -> ir.Type:
 
 
 class Register:
-    """One register of one thread: i32, i64, f32 or a predicate. Integers are unsigned in `//`, `%`, `>>` and `<`."""
+    """One register of one thread: i32, i64, f32 or a predicate. Integers are unsigned."""
 
     def __init__(self, value: ir.Value):
         self.value = value
@@ -333,9 +334,9 @@ def choose_bytes(a: Register, b: Register | int, selector: Register | int) -> Re
 
 
 def mma(c: Registers, a: Sequence[Register], b: Sequence[Register], of: str = "f16") -> Registers:
-    """c + a @ b on a warp's tensor core, f16 or bf16 in, f32 out: m16n8k16 (a: 4 registers, b: 2) or m16n8k8 (2, 1).
+    """c + a @ b, f16 or bf16 in, f32 out: m16n8k16 (a: 4 registers, b: 2) or m16n8k8 (2, 1).
 
-    Lane 4g+t holds: of a, row g and row g+8 in turn, columns 2t, 2t+1, then 2t+8, 2t+9; of b, the same rows k of
+    Lane 4g+t holds: of a, row g and row g+8 in turn, columns 2t, 2t+1, then 2t+8, 2t+9; of b, these rows of
     column g; of c, columns 2t, 2t+1 of row g, then of row g+8.
     """
     if len(a) == 4:

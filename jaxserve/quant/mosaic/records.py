@@ -1,16 +1,16 @@
-"""The packed form the decode kernel reads: one record per tile of 16 rows × 256 columns, in tensor-core order.
+"""The packed form the decode kernel reads: a record per tile of 16 rows × 256 columns, in tensor-core order.
 
-A matrix is one u32 array [N/16, ceil(K/256), words]. A record is a whole tile: its codes, its scales, its row scales,
-2 to 4 KB in one piece, so that one bulk copy fetches it and every lane of a warp finds its operands with 16-byte
-loads. Nothing is requantised: `unpack` gives gguf-py's float32 bit for bit.
+A matrix is one u32 array [N/16, ceil(K/256), words]. A record is a whole tile: its codes, its scales, its
+row scales, 2 to 4 KB in one piece, so that one bulk copy fetches it and every lane of a warp finds its
+operands with 16-byte loads. Nothing is requantised: `unpack` gives gguf-py's float32 bit for bit.
 
-Lane 4g+t of a warp owns rows g and g+8 and, of every 16 columns, columns 4t … 4t+3: a dot product does not care about
-the order of its terms, so slot 8h+2t+p of mma step s (16 steps a tile) holds column 16s + 4t + 2h + p. A lane's 128
-codes are numbered [s, r, h, p], r the row half. A block of 16 columns, the smallest that shares a scale in any
-format, is then one mma.
+Lane 4g+t of a warp owns rows g and g+8 and, of every 16 columns, columns 4t … 4t+3: a dot product does not
+care about the order of its terms, so slot 8h+2t+p of mma step s (16 steps a tile) holds column 16s + 4t +
+2h + p. A lane's 128 codes are numbered [s, r, h, p], r the row half. A block of 16 columns, the smallest
+that shares a scale in any format, is then one mma.
 
     record := codes   [chunk][lane][4 words]     where each bit of a code lies: `places`
-              scales  [g][t][r][b][q]            of group 8b + 2t + q; u8 or f16; b only where groups are of 16 columns
+              scales  [g][t][r][b][q]            of group 8b + 2t + q; u8 or f16; b: groups of 16 columns only
               rows    [g][r][c]                  c f16 numbers a row: the scale of scales, and that of mins
 """
 
@@ -74,7 +74,7 @@ _S, _R, _H, _P = (axis.reshape(-1) for axis in np.indices((16, 2, 2, 2)))
 
 
 def _pairs(word, bit):
-    """Two columns that end in one f16x2 register (p = 0, 1) lie 16 bits apart, so that one mask takes both."""
+    """Two columns that meet in one register (p = 0, 1) lie 16 bits apart: one mask takes both."""
     return 32 * word + np.asarray(bit) + 16 * _P
 
 
@@ -100,6 +100,7 @@ _HALF = (16, _pairs(4 * _S + 2 * _H + _R, 0))
 _MAGNITUDE = (3, _pairs(2 * (_S // 2) + _R, np.array([9, 6, 3, 0])[2 * _EVEN + _H]))
 _SIGN = (1, _pairs(2 * (_S // 2) + _R, np.array([15, 12, 14, 13])[2 * _EVEN + _H]))
 
+_FIVE_BITS = _places(_NIBBLE, _FIFTH_BIT)
 
 # ---- ggml blocks → codes, scales, rows (byte offsets are ggml's structs)
 
@@ -246,11 +247,11 @@ LAYOUTS = {
         lambda q, d, m: d * _float(q) + m,
     ),
     "Q5_0": Layout(
-        32, 22, 32, partial(_take_five_bits, start=6, numbers=(0,)), _places(_NIBBLE, _FIFTH_BIT), (F16,), 0,
+        32, 22, 32, partial(_take_five_bits, start=6, numbers=(0,)), _FIVE_BITS, (F16,), 0,
         lambda q, d: d * _float(q, 16),
     ),
     "Q5_1": Layout(
-        32, 24, 32, partial(_take_five_bits, start=8, numbers=(0, 2)), _places(_NIBBLE, _FIFTH_BIT), (F16, F16), 0,
+        32, 24, 32, partial(_take_five_bits, start=8, numbers=(0, 2)), _FIVE_BITS, (F16, F16), 0,
         lambda q, d, m: d * _float(q) + m,
     ),
     "Q8_0": Layout(32, 34, 32, _take_q8_0, _places(_BYTE), (F16,), 0, lambda q, d: d * _float(q, 128)),
@@ -265,7 +266,7 @@ LAYOUTS = {
         lambda q, scale, d: (d * (scale - 32)) * _float(q, 4),
     ),
     "Q4_K": Layout(256, 144, 32, _take_q4_k, _places(_NIBBLE), (U8, U8), 2, _affine),
-    "Q5_K": Layout(256, 176, 32, _take_q5_k, _places(_NIBBLE, _FIFTH_BIT), (U8, U8), 2, _affine),
+    "Q5_K": Layout(256, 176, 32, _take_q5_k, _FIVE_BITS, (U8, U8), 2, _affine),
     "Q6_K": Layout(
         256, 210, 16, _take_q6_k, _places(_NIBBLE, _FIFTH_AND_SIXTH), (U8,), 1,
         lambda q, scale, d: (d * (scale - 128)) * _float(q, 32),
@@ -376,7 +377,7 @@ def _layout(type_name: str) -> Layout:
 
 @partial(jax.jit, static_argnums=0)
 def pack(type_name: str, raw: jax.Array) -> jax.Array:
-    """ggml's bytes, u8 [N, row bytes] (or [X, N, row bytes]) → records, u32 [(X,) N/16, ceil(K/256), words]."""
+    """ggml's bytes u8 [(X,) N, row bytes] → records u32 [(X,) N/16, ceil(K/256), words], on the device."""
     layout = _layout(type_name)
     *stack, n, nbytes = raw.shape
     if n % ROWS or nbytes % layout.nbytes:

@@ -1,0 +1,286 @@
+"""The loop on a fake device: who gets a slot, what is dispatched when, and when its outcome is read."""
+
+from collections import deque
+
+import numpy as np
+import pytest
+
+from jaxserve import EngineError, SamplingParams, sampling
+from jaxserve.request import Request
+from jaxserve.results import Piece
+from jaxserve.scheduler import Scheduler
+from jaxserve.state import BROKEN, FULL, IDLE, MAX_STEPS, RUNNING, STOPPED
+from jaxserve.timing import PhaseLog
+from tests.engines import scripted
+
+CHUNK = 4
+STOP = 99
+
+
+class FakeMail:
+    def __init__(self, runner, value):
+        self.runner, self.value, self.number = runner, value, len(runner.calls)
+
+    def read(self):
+        self.runner.calls.append(("read", self.number))
+        return self.value
+
+
+class FakeRunner:
+    """Draws 100, 101, … in every row; `script` replaces a slot's tokens. Keeps a record of all calls."""
+
+    def __init__(self, slots: int):
+        self.slots, self.calls, self.script = slots, [], {}
+        self.reset()
+
+    def reset(self):
+        self.status, self.left = [IDLE] * self.slots, [0] * self.slots
+        self.drawn, self.next = [-1] * self.slots, [None] * self.slots
+
+    def admit(self, slot, options, limit):
+        self.calls.append(("admit", slot))
+        self.status[slot], self.left[slot] = IDLE, limit
+        self.next[slot] = iter(self.script.get(slot) or range(100, 200))
+
+    def prefill(self, slot, tokens, start):
+        fed = min(CHUNK, len(tokens) - start)
+        self.calls.append(("prefill", slot, start, fed))
+        if start + fed == len(tokens):
+            self._draw(slot)
+        return fed
+
+    def decode(self, rows, *, sampled, longest):
+        self.calls.append(("decode", tuple(rows), longest))
+        for slot in rows:
+            self.drawn[slot] = -1
+            if self.status[slot] == RUNNING:
+                self._draw(slot)
+
+    def _draw(self, slot):
+        token = next(self.next[slot])
+        self.left[slot] -= 1
+        self.drawn[slot] = abs(token)
+        self.status[slot] = RUNNING if self.left[slot] else FULL
+        self.status[slot] = {STOP: STOPPED, -1: BROKEN}.get(token, self.status[slot])
+
+    def peek(self, *, wide):
+        mail = np.full((self.slots, 1 + MAX_STEPS), -1, np.int32)
+        mail[:, 0], mail[:, 1] = self.status, self.drawn
+        self.calls.append(("peek",))
+        return FakeMail(self, mail)
+
+    def halt(self, slot, length):
+        self.calls.append(("halt", slot, length))
+        self.status[slot] = IDLE
+
+
+class Loop:
+    """A scheduler, its fake runner, and requests numbered as they come."""
+
+    def __init__(self, slots: int = 1):
+        self.runner = FakeRunner(slots)
+        self.scheduler = Scheduler(self.runner, PhaseLog(enabled=False))
+        self.requests = []
+
+    def submit(self, length: int = 2, limit: int = 3) -> Request:
+        options = sampling.options(SamplingParams(), seed=0, vocab_size=1000)
+        request = Request(len(self.requests), [1] * length, SamplingParams(), options, limit)
+        self.requests.append(request)
+        self.scheduler.submit(request)
+        return request
+
+    def step(self, times: int = 1, caller: Request | None = None) -> list[tuple]:
+        before = len(self.runner.calls)
+        for _ in range(times):
+            self.scheduler.step(caller)
+        return self.runner.calls[before:]
+
+    def kinds(self, times: int = 1) -> list[str]:
+        return [call[0] for call in self.step(times)]
+
+
+def test_requests_take_free_slots_in_order_of_arrival():
+    loop = Loop(slots=2)
+    first, second, third = (loop.submit() for _ in range(3))
+    loop.step()
+    assert (first.slot, second.slot, third.slot) == (0, 1, None)
+    loop.step(20)
+    assert [request.tokens for request in loop.requests] == [[100, 101, 102]] * 3
+    assert loop.scheduler.slots == [None, None]
+
+
+def test_a_long_prompt_is_fed_chunk_by_chunk_and_the_last_one_draws():
+    loop = Loop()
+    request = loop.submit(length=10, limit=1)
+    calls = loop.step(4)
+    assert [call[2:] for call in calls if call[0] == "prefill"] == [(0, 4), (4, 4), (8, 2)]
+    assert [call[0] for call in calls].count("peek") == 1
+    assert (request.tokens, request.fed, request.finish_reason) == ([100], 10, "length")
+
+
+def test_running_rows_decode_between_the_chunks_of_a_new_prompt():
+    loop = Loop(slots=2)
+    loop.submit(limit=50)
+    loop.step(2)
+    loop.submit(length=12)
+    kinds = loop.kinds(3)
+    assert kinds.count("prefill") == 3 and kinds.count("decode") == 3
+
+
+def test_the_oldest_prompt_is_fed_first():
+    loop = Loop(slots=2)
+    loop.submit(length=8), loop.submit(length=8)
+    assert [call[1] for call in loop.step(4) if call[0] == "prefill"] == [0, 0, 1, 1]
+
+
+def test_a_dispatch_is_read_after_the_next_one_left():
+    loop = Loop()
+    loop.submit(limit=4)
+    assert loop.kinds() == ["admit", "prefill", "peek", "decode", "peek", "read"]
+    for _ in range(2):
+        assert loop.kinds() == ["decode", "peek", "read"]
+    assert loop.kinds() == ["read"]
+
+
+def test_no_step_is_asked_beyond_the_limit_and_the_longest_row_is_told():
+    loop = Loop()
+    request = loop.submit(length=2, limit=3)
+    calls = loop.step(5)
+    assert [call for call in calls if call[0] == "decode"] == [("decode", (0,), 3), ("decode", (0,), 4)]
+    assert request.finish_reason == "length" and not [call for call in calls if call[0] == "halt"]
+
+
+def test_a_stop_token_ends_a_row_without_a_halt_and_is_left_out():
+    loop = Loop()
+    loop.runner.script[0] = [5, 6, STOP, 7, 8]
+    request = loop.submit(limit=9)
+    calls = loop.step(6)
+    assert (request.tokens, request.finish_reason) == ([5, 6], "stop")
+    assert [call[0] for call in calls].count("decode") == 3  # one ran ahead, on a frozen row
+    assert not [call for call in calls if call[0] == "halt"]
+
+
+def test_a_stop_token_at_the_limit_is_a_stop():
+    loop = Loop()
+    loop.runner.script[0] = [5, STOP]
+    request = loop.submit(limit=2)
+    loop.step(4)
+    assert (request.tokens, request.finish_reason) == ([5], "stop")
+
+
+def test_an_ended_row_leaves_the_next_decode_and_its_slot_is_given_on():
+    loop = Loop(slots=2)
+    loop.runner.script[0] = [STOP]
+    for _ in range(3):
+        loop.submit(limit=9)
+    calls = loop.step(16)
+    assert [call[1] for call in calls if call[0] == "admit"] == [0, 1, 0]
+    assert [call[1] for call in calls if call[0] == "decode"][-1] == (1,)
+    assert [len(request.tokens) for request in loop.requests] == [0, 9, 0]  # slot 0 is scripted to stop
+
+
+def test_a_row_with_a_non_finite_logit_fails_alone():
+    loop = Loop(slots=2)
+    loop.runner.script[0] = [5, -1]
+    broken, good = loop.submit(limit=4), loop.submit(limit=4)
+    loop.step(9)
+    assert broken.finish_reason == "error" and isinstance(broken.failure, EngineError)
+    assert broken.tokens == [5] and good.tokens == [100, 101, 102, 103]
+
+
+def test_cancelling_halts_the_row_at_what_was_delivered():
+    loop = Loop()
+    request = loop.submit(length=2, limit=9)
+    loop.step(4)
+    assert len(request.tokens) == 4
+    loop.scheduler.cancel(request, 2, None)
+    assert loop.runner.calls[-1] == ("halt", 0, 4)
+    assert (request.tokens, request.finish_reason) == ([100, 101], "cancelled")
+    assert not request.pieces and loop.scheduler.slots == [None]
+
+
+def test_cancelling_in_the_middle_of_a_prompt_frees_the_slot():
+    loop = Loop()
+    request, following = loop.submit(length=12), loop.submit()
+    loop.step()
+    loop.scheduler.cancel(request, 0, None)
+    loop.step(5)
+    assert (request.finish_reason, request.fed) == ("cancelled", 4)
+    assert following.tokens == [100, 101, 102]
+
+
+def test_cancelling_what_waits_touches_no_slot():
+    loop = Loop()
+    running, waiting = loop.submit(), loop.submit()
+    loop.step()
+    before = len(loop.runner.calls)
+    loop.scheduler.cancel(waiting, 0, None)
+    assert len(loop.runner.calls) == before and not loop.scheduler.waiting
+    loop.step(5)
+    assert running.finish_reason == "length"
+
+
+def test_abandoned_requests_are_cancelled_before_anything_is_admitted():
+    loop = Loop()
+    running, waiting, following = (loop.submit(limit=9) for _ in range(3))
+    loop.step(3)
+    running.abandoned = waiting.abandoned = True
+    assert loop.kinds()[:2] == ["halt", "admit"]
+    assert [request.finish_reason for request in loop.requests] == ["cancelled", "cancelled", None]
+    assert following.slot == 0
+
+
+def test_mail_on_its_way_is_not_given_to_the_next_request_of_a_slot():
+    loop = Loop()
+    request, following = loop.submit(limit=9), loop.submit(limit=2)
+    loop.step(3)  # one dispatch is unread
+    loop.scheduler.cancel(request, 0, None)
+    loop.step(5)
+    assert (request.tokens, following.tokens) == ([], [100, 101])
+
+
+def test_a_request_for_no_tokens_is_done_at_once():
+    loop = Loop()
+    request = loop.submit(limit=0)
+    assert (request.done, request.finish_reason, loop.step()) == (True, "length", [])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
+def test_a_failed_step_ends_what_is_in_flight_and_keeps_what_waits(error, monkeypatch):
+    loop = Loop(slots=2)
+    caller, other, waiting = (loop.submit(limit=9) for _ in range(3))
+    loop.step(2)
+
+    def fail(rows, **_):
+        raise error
+
+    with monkeypatch.context() as patch, pytest.raises(BaseException) as caught:
+        patch.setattr(loop.runner, "decode", fail)
+        loop.step(caller=caller)
+    raised = caught.value
+    if isinstance(error, KeyboardInterrupt):
+        assert raised is error
+    else:
+        assert isinstance(raised, EngineError) and raised.__cause__ is error
+    assert caller.failure is raised
+    assert isinstance(other.failure, EngineError) and other.failure is not raised
+    assert loop.scheduler.counters["recoveries"] == 1
+    loop.step(12)
+    assert not waiting.failure and len(waiting.tokens) == 9
+
+
+def test_pieces_that_another_thread_adds_at_the_last_moment_are_not_lost():
+    request = Request(0, [1], SamplingParams(), None, 3)
+
+    class Raced(deque):
+        """Another thread adds the last piece and ends the request just after it was seen to be empty."""
+
+        def __len__(self):
+            seen = super().__len__()
+            if not seen and not request.done:
+                self.append(Piece(7, "x"))
+                request.finish("length")
+            return seen
+
+    request.pieces = Raced()
+    assert [piece.token for piece in scripted()._pieces(request)] == [7]
