@@ -1,6 +1,7 @@
 """The engine: a model on a device, and the calls that use it."""
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import secrets
@@ -8,21 +9,24 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
-from jaxserve import sampling
+from jaxserve import sampling, saved
 from jaxserve.cache import enable_compilation_cache
 from jaxserve.config import ModelConfig
 from jaxserve.errors import ContextLimitExceeded, JaxserveError, OutOfMemory, UnsupportedModel
 from jaxserve.gguf.hyperparameters import read_config
 from jaxserve.gguf.reader import GGUFFile, open_gguf
+from jaxserve.host_tier import HostTier
 from jaxserve.models.weights import free_host_memory, load_weights, resolve_mode
 from jaxserve.params import SamplingParams
 from jaxserve.request import Request
 from jaxserve.results import Completion, Piece
+from jaxserve.reuse import Reuse
 from jaxserve.runner import Progress, Runner
 from jaxserve.scheduler import Scheduler
 from jaxserve.state import nbytes, state_nbytes
@@ -34,6 +38,8 @@ if TYPE_CHECKING:
 
 DEFAULT_CONTEXT = 4096  # tokens, where the model was trained for as many
 KV_DTYPES = ("float16", "bfloat16", "float32")
+RESIDENCY_VARIABLE = "JAXSERVE_RESIDENCY"  # 0 switches residency off
+MAX_PREFIX_BYTES = 4 * 2**30  # of the host tier, unless asked for more
 COUNTERS = ("requests", "tokens", "prefill_chunks", "decode_steps", "recoveries")
 
 
@@ -53,6 +59,8 @@ class Engine:
         slots: int = 1,
         kv_dtype: str = "float16",
         weights: str = "auto",
+        residency: bool = True,
+        prefix_bytes: int | None = None,
         progress: Progress | None = None,
     ) -> "Engine":
         """Load a GGUF file and compile everything a request needs.
@@ -60,11 +68,20 @@ class Engine:
         context: tokens a sequence may have (default: 4,096, or what the model was trained for);
         slots: sequences in flight; kv_dtype: "float16", "bfloat16" or "float32";
         weights: "auto", "packed" or "float32" (`load_weights`);
+        residency: a prompt may begin with what a slot still remembers (JAXSERVE_RESIDENCY=0 switches it off);
+        prefix_bytes: host memory for prefixes that should outlive their slot (default: an eighth of what is
+        free, at most 4 GiB; 0: none);
         progress(stage, done, total): called while weights arrive and programs compile.
         """
         if kv_dtype not in KV_DTYPES:
             raise ValueError(f"kv_dtype={kv_dtype!r}: expected one of {', '.join(KV_DTYPES)}")
         _check_size("slots", slots)
+        if not isinstance(residency, bool):
+            raise TypeError(f"residency={residency!r}: expected True or False")
+        residency = residency and os.environ.get(RESIDENCY_VARIABLE) != "0"
+        if prefix_bytes is None:
+            prefix_bytes = min(MAX_PREFIX_BYTES, free_host_memory() // 8)
+        _check_size("prefix_bytes", prefix_bytes, least=0)
         file = open_gguf(path)
         config = read_config(file)
         if context is None:
@@ -79,18 +96,32 @@ class Engine:
         enable_compilation_cache()
         _check_memory(file, config, weights, slots=slots, context=context, kv_dtype=kv_dtype)
         loaded, config = load_weights(file, weights=weights, progress=progress)
-        runner = Runner(loaded, config, slots=slots, context=context, kv_dtype=kv_dtype, progress=progress)
-        return cls(file, runner)
+        tier = HostTier(config, kv_dtype=kv_dtype, budget=prefix_bytes) if prefix_bytes else None
+        with ThreadPoolExecutor(1) as pool:  # memory is pinned while programs compile
+            reserved = pool.submit(tier.reserve) if tier else None
+            runner = Runner(
+                loaded,
+                config,
+                slots=slots,
+                context=context,
+                kv_dtype=kv_dtype,
+                reuse=residency or tier is not None,
+                progress=progress,
+            )
+            if reserved:
+                reserved.result()
+        recurrent = config.layers_of("delta") > 0
+        return cls(file, runner, Reuse(runner, tier=tier, residency=residency, recurrent=recurrent))
 
-    def __init__(self, file: GGUFFile, runner: Runner):
-        self.file, self.config, self._runner = file, runner.config, runner
+    def __init__(self, file: GGUFFile, runner: Runner, reuse: Reuse):
+        self.file, self.config, self._runner, self._reuse = file, runner.config, runner, reuse
         self.context, self.slots = runner.context, runner.slots
         self.device = jax.devices()[0]
         self.weights_nbytes = nbytes(runner.weights)
         self.state_nbytes = nbytes(runner.state)
         self.programs = [_program_name(name) for name in runner.programs]
         self._log = PhaseLog()
-        self._scheduler = Scheduler(runner, self._log)
+        self._scheduler = Scheduler(runner, self._log, reuse)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._tokenizer: Tokenizer | UnsupportedModel | None = None
@@ -107,7 +138,7 @@ class Engine:
             if self._runner is not None:
                 self._scheduler.fail(JaxserveError("the engine was closed while this request was running"))
                 self._runner.close()
-                self._runner = self._scheduler = None
+                self._runner = self._scheduler = self._reuse = None
 
     # -- text
 
@@ -138,7 +169,9 @@ class Engine:
 
         on_token is called with each id as it arrives, in this thread; returning False stops after that token.
         """
-        request = self._submit(prompt, params)
+        return self._run(self._submit(prompt, params), on_token)
+
+    def _run(self, request: Request, on_token: Callable[[int], bool | None] | None = None) -> Completion:
         delivered = 0
         try:
             for piece in self._pieces(request):
@@ -172,7 +205,30 @@ class Engine:
         Special tokens count only where the template wrote them: what a message's content spells is text.
         """
         prompt = self.tokenizer.encode_chat(messages, tools=tools, **template_variables)
-        return self.generate(prompt.ids, params)
+        return self._run(self._submit(prompt.ids, params, borders=prompt.borders))
+
+    def generate_n(
+        self, prompt: str | Sequence[int] | np.ndarray, params: SamplingParams | None = None, *, n: int
+    ) -> list[Completion]:
+        """`n` independent samples of one prompt, which is computed once.
+
+        Sample i is drawn with seed (params.seed + i) mod 2⁶⁴: `generate` with that seed gives the same. Free
+        slots get a copy of the prompt's state; where there are none, a sample begins when one ends, from what
+        the slot and the host tier hold.
+        """
+        _check_size("n", n)
+        params = SamplingParams() if params is None else params
+        first, *others = requests = [self._request(prompt, each) for each in _seeded(params, n)]
+        first.samples = others
+        with self._lock:
+            self._open()._scheduler.submit(first)
+        try:
+            return [self._run(request) for request in requests]
+        except BaseException:
+            for request in requests:
+                if not request.done:
+                    self._cancel(request, 0)
+            raise
 
     def logits(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Teacher-forced logits f32 [n, V] of every position. Touches no slot."""
@@ -194,7 +250,31 @@ class Engine:
                 "waiting": len(scheduler.waiting),
                 "weights_bytes": self.weights_nbytes,
                 "state_bytes": self.state_nbytes,
+                **self._reuse.stats(),
             }
+
+    # -- saved state
+
+    def save_state(self, path: str | os.PathLike) -> None:
+        """Write the prefixes that idle slots and the host tier hold. The file appears whole or not at all."""
+        with self._lock:
+            reuse = self._open()._reuse
+            reuse.flush()
+            saved.save(path, self._saved_header(), reuse.export())
+
+    def load_state(self, path: str | os.PathLike) -> None:
+        """Add the prefixes of a saved state to the host tier, as far as they fit.
+
+        InvalidState: a damaged file, another model or another kv dtype; then nothing changes.
+        """
+        with self._lock:
+            tier = self._open()._reuse.tier
+            if tier is None:
+                raise ValueError("prefix_bytes=0: there is no host tier to load into")
+            tier.add(saved.load(path, self._saved_header()))
+
+    def _saved_header(self) -> dict[str, str]:
+        return {"model": self.file.fingerprint(), "kv_dtype": self._runner.kv_dtype}
 
     def trace(self, directory: str | os.PathLike) -> contextlib.AbstractContextManager:
         """Record a profiler trace of what runs in the `with` block; yields a report, filled at its end."""
@@ -209,7 +289,14 @@ class Engine:
 
     # -- the way of a request
 
-    def _submit(self, prompt, params: SamplingParams | None) -> Request:
+    def _submit(self, prompt, params: SamplingParams | None, *, borders: Sequence[int] = ()) -> Request:
+        request = self._request(prompt, params, borders)
+        with self._lock:
+            self._open()._scheduler.submit(request)
+        return request
+
+    def _request(self, prompt, params: SamplingParams | None, borders: Sequence[int] = ()) -> Request:
+        """Refuses all that can be refused. `borders`: lengths of the prompt at which a message ends."""
         called = time.perf_counter()
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -225,10 +312,8 @@ class Engine:
         options = sampling.options(params, end_ids=end_ids, seed=seed, vocab_size=self.config.vocab_size)
         limit = min(params.max_tokens, self.context - len(ids) + 1)
         text = TextStream(tokenizer, params.stop) if tokenizer else None
-        request = Request(next(self._numbers), ids, params, options, limit, text, called=called)
-        with self._lock:
-            self._open()._scheduler.submit(request)
-        return request
+        number = next(self._numbers)
+        return Request(number, ids, params, options, limit, text, called=called, borders=borders)
 
     def _pieces(self, request: Request) -> Iterator[Piece]:
         """What comes out of a request, stepping the engine while there is nothing to hand over."""
@@ -244,6 +329,14 @@ class Engine:
                         self._open()._scheduler.step(request)
         if request.failure is not None:
             raise request.failure
+        self._flush()
+
+    def _flush(self) -> None:
+        """A result is out: store what it left."""
+        with self._lock:
+            if self._scheduler is not None:
+                with jax.no_tracing(True):
+                    self._scheduler.flush()
 
     def _cancel(self, request: Request, delivered: int) -> None:
         stream = TextStream(self.tokenizer, request.params.stop) if request.text else None
@@ -254,6 +347,7 @@ class Engine:
                 request.cut(delivered, stream)
             else:
                 self._scheduler.cancel(request, delivered, stream)
+        self._flush()
 
     def _open(self) -> "Engine":
         if self._runner is None:
@@ -338,11 +432,20 @@ class Stream:
         self._request.abandoned = True  # no lock here: the collector may run inside a step
 
 
-def _check_size(name: str, value: int) -> None:
+def _seeded(params: SamplingParams, n: int) -> list[SamplingParams]:
+    """The parameters of n samples, each with its own seed."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"params={params!r}: expected a SamplingParams")
+    if params.seed is None:
+        return [params] * n  # every request draws its own
+    return [dataclasses.replace(params, seed=(params.seed + i) % 2**64) for i in range(n)]
+
+
+def _check_size(name: str, value: int, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name}={value!r}: expected an integer")
-    if value < 1:
-        raise ValueError(f"{name}={value}: expected at least 1")
+    if value < least:
+        raise ValueError(f"{name}={value}: expected at least {least}")
 
 
 def _check_memory(file: GGUFFile, config: ModelConfig, weights: str, **shape) -> None:

@@ -137,6 +137,21 @@ class PrefixIndex:
         self._touch(path, checkpoint)
         return True
 
+    def checkpoint(self, tokens: Sequence[int]) -> Checkpoint | None:
+        """What is kept right after exactly `tokens`, if anything."""
+        tokens = np.asarray(tokens, np.int32)
+        path, _ = self._walk(tokens)
+        if not path or len(path) * self.block_tokens < len(tokens):
+            return None
+        return path[-1].checkpoints.get((len(tokens) - 1) % self.block_tokens + 1)
+
+    def forget(self, tokens: Sequence[int]) -> None:
+        """Drop what is kept right after `tokens`, and the blocks that were there for it alone."""
+        checkpoint = self.checkpoint(tokens)
+        if checkpoint is not None:
+            self.drop(checkpoint)
+            self._prune(checkpoint.node)
+
     def pin(self, match: Match) -> None:
         """Keep a match from being evicted until `unpin`, and count it as used now."""
         self._touch(match.nodes, match.checkpoint)
@@ -254,15 +269,19 @@ class PrefixIndex:
             item = next(item for item in self._order if not item.pins)
             self._remove(item)
             self.evictions += 1
-            node = item.node if isinstance(item, Checkpoint) else item.parent
-            while (
-                self.recurrent_bytes
-                and node in self._order
-                and not (node.children or node.checkpoints or node.pins)
-            ):
-                self._remove(node)  # attention rows without a checkpoint at or below them are of no use
-                self.evictions += 1
-                node = node.parent
+            self.evictions += self._prune(item.node if isinstance(item, Checkpoint) else item.parent)
+
+    def _prune(self, node: Node) -> int:
+        """Remove blocks from `node` up that no checkpoint at or below them makes useful. Returns how many."""
+        count = 0
+        while (
+            self.recurrent_bytes
+            and node in self._order
+            and not (node.children or node.checkpoints or node.pins)
+        ):
+            self._remove(node)
+            count, node = count + 1, node.parent
+        return count
 
     def _remove(self, item: Node | Checkpoint) -> None:
         del self._order[item]

@@ -27,11 +27,19 @@ class Request:
         text=None,
         *,
         called: float | None = None,
+        borders: Sequence[int] = (),
     ):
         self.number, self.prompt, self.params, self.options = number, prompt, params, options
         self.limit = limit  # tokens it may draw: max_tokens, or what the context leaves
         self.text = text  # TextStream, or None for a file without a tokenizer
+        self.ids = np.asarray(prompt, np.int32)
+        self.borders = borders  # lengths of the prompt at which a message ends
+        self.samples: list[Request] = []  # others that begin from the same prompt's state
         self.phase = WAITING
+        self.route, self.cached, self.full_hit = "prefill", 0, False
+        self.stops: tuple[int, ...] = ()  # where the feeding of its prompt pauses
+        self.checkpoints: list[int] = []  # stored inside its prompt, by length
+        self.kept = None  # what its row had at the end of its prompt
         self.slot: int | None = None
         self.fed = 0  # prompt tokens in the slot
         self.asked = 0  # tokens asked of the device so far; it may run ahead of `tokens`
@@ -42,7 +50,7 @@ class Request:
         self.failure: BaseException | None = None
         self.abandoned = False  # nobody will read it: its stream was dropped
         self.called = time.perf_counter() if called is None else called
-        self.admitted = self.first = self.finished = None
+        self.admitted = self.loaded = self.first = self.finished = None
 
     @property
     def done(self) -> bool:
@@ -59,9 +67,17 @@ class Request:
         """Tokens its row will have fed once everything asked for is drawn."""
         return len(self.prompt) + self.asked
 
-    def start(self) -> None:
+    def start(self, slot: int) -> None:
         """It got its slot."""
-        self.phase, self.admitted = PREFILLING, time.perf_counter()
+        self.slot, self.phase, self.admitted = slot, PREFILLING, time.perf_counter()
+
+    def load(self, route: str, length: int, *, full_hit: bool) -> None:
+        """The first `length` tokens of its prompt are in place; on a full hit its first token is asked for too."""
+        self.route, self.cached, self.fed, self.full_hit = route, length, length, full_hit
+        if route in ("copied", "restored"):
+            self.loaded = time.perf_counter()
+        if full_hit:
+            self.phase, self.asked = DECODING, 1
 
     def receive(self, token: int, logprobs: TokenLogprobs | None) -> None:
         """Take a drawn token that is not a stop token."""
@@ -97,14 +113,17 @@ class Request:
         """Times between the marks that were passed."""
         between = lambda a, b: None if a is None or b is None else b - a  # noqa: E731
         start, first = self.admitted, self.first
+        loaded = self.loaded if self.loaded is not None else start
+        begun = first if first is not None else self.finished
         decoded = max(0, len(self.tokens) - 1)
         return PhaseTimings(
             queue_s=between(self.called, start if start is not None else self.finished),
-            prefill_s=between(start, first if first is not None else self.finished),
+            load_state_s=between(start, begun if self.full_hit else self.loaded),
+            prefill_s=None if self.full_hit else between(loaded, begun),
             decode_s=between(first, self.finished) if self.asked > 1 else None,
             first_token_s=between(self.called, first),
             prompt_tokens=len(self.prompt),
-            prefilled_tokens=self.fed,
+            prefilled_tokens=self.fed - self.cached,
             decoded_tokens=decoded,
         )
 
@@ -115,8 +134,8 @@ class Request:
             text=self.text.text if self.text else "",
             finish_reason=self.finish_reason,
             prompt_tokens=len(self.prompt),
-            cached_tokens=0,
-            route="prefill",
+            cached_tokens=self.cached,
+            route=self.route,
             timings=self.timings(),
             logprobs=list(self.logprobs) if self.params.logprobs else None,
             error=None if self.failure is None else str(self.failure),

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 
-from jaxserve import step
+from jaxserve import snapshot, step
 from jaxserve.buckets import SCORE_CHUNK, Buckets
 from jaxserve.config import ModelConfig
 from jaxserve.models.weights import Weights
@@ -47,12 +47,14 @@ class Runner:
         slots: int,
         context: int,
         kv_dtype: str,
+        reuse: bool = False,
         progress: Progress | None = None,
     ):
+        """reuse: compile also what reads, writes, copies and resumes rows."""
         self.weights, self.config = weights, config
         self.slots, self.context, self.kv_dtype = slots, context, kv_dtype
         self.buckets = Buckets.of(context, slots, jax.default_backend())
-        self.programs = _compile(self._lowerings(), progress)
+        self.programs = _compile(self._lowerings() | (self._row_lowerings() if reuse else {}), progress)
         init_memory(config, context=context, kv_dtype=kv_dtype)  # compiled here, so that `logits` need not
         self.reset()
         self._warm_up()
@@ -80,13 +82,14 @@ class Runner:
         """Give a slot a request's options and token limit."""
         self.state = self.programs["admit"](self.state, np.int32(slot), options, np.int32(limit))
 
-    def prefill(self, slot: int, tokens: Sequence[int], start: int) -> int:
-        """Feed the next chunk of `tokens[start:]` at position `start`; with the last one the first token is drawn.
+    def prefill(self, slot: int, tokens: Sequence[int], start: int, stop: int) -> int:
+        """Feed the next chunk of `tokens[start:stop]` at position `start`; with the last of `tokens` the first
+        token is drawn.
 
         Returns how many tokens were fed.
         """
-        size = self.buckets.chunk(len(tokens) - start)
-        fed = tokens[start : start + size]
+        size = self.buckets.chunk(stop - start)
+        fed = tokens[start : min(stop, start + size)]
         padded = np.zeros(size, np.int32)
         padded[: len(fed)] = fed
         name = ("prefill", size, start + len(fed) == len(tokens))
@@ -118,6 +121,52 @@ class Runner:
     def halt(self, slot: int, length: int) -> None:
         """Freeze a slot; only its first `length` tokens count as fed."""
         self.state = self.programs["halt"](self.state, np.int32(slot), np.int32(length))
+
+    # -- rows as values: `host_tier.Rows`
+
+    def resume(self, slot: int, length: int, *, sampled: bool) -> None:
+        """Draw a slot's first token from the logits kept at `length` tokens."""
+        self._update(("resume", sampled), slot, np.int32(length))
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Make a slot remember the first `length` tokens of another."""
+        name = ("copy_row", self.buckets.reach(length))
+        self._update(name, source, np.int32(target), np.int32(length))
+
+    def read_block(self, slot: int, start: int) -> jax.Array:
+        """`snapshot.read_block`"""
+        return self.programs["read_block"](self.state, np.int32(slot), np.int32(start))
+
+    def read_recurrent(self, slot: int) -> snapshot.Recurrent:
+        """`snapshot.read_recurrent`"""
+        return self.programs["read_recurrent"](self.state, np.int32(slot))
+
+    def read_logits(self, slot: int) -> jax.Array:
+        """`snapshot.read_logits`"""
+        return self.programs["read_logits"](self.state, np.int32(slot))
+
+    def write_block(self, slot: int, start: int, count: int, block: jax.Array) -> None:
+        """`snapshot.write_block`"""
+        self._update("write_block", slot, np.int32(start), np.int32(count), block)
+
+    def write_recurrent(self, slot: int, recurrent: snapshot.Recurrent) -> None:
+        """`snapshot.write_recurrent`"""
+        self._update("write_recurrent", slot, recurrent)
+
+    def write_logits(self, slot: int, logits: jax.Array) -> None:
+        """`snapshot.write_logits`"""
+        self._update("write_logits", slot, logits)
+
+    def set_history(self, slot: int, tokens: np.ndarray) -> None:
+        """`snapshot.set_history`, padded"""
+        padded = np.zeros(self.context, np.int32)
+        padded[: len(tokens)] = tokens
+        self._update("set_history", slot, padded)
+
+    def _update(self, name, slot: int, *arguments) -> None:
+        self.state = self.programs[name](self.state, np.int32(slot), *arguments)
+
+    # -- no slot
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """Teacher-forced logits f32 [n, V], in a memory of their own."""
@@ -192,6 +241,13 @@ class Runner:
                         reach=reach,
                     )
         return table
+
+    def _row_lowerings(self) -> dict:
+        """The same for rows as values."""
+        state = abstract_state(self.config, slots=self.slots, context=self.context, kv_dtype=self.kv_dtype)
+        block = snapshot.abstract_block(self.config, self.kv_dtype)
+        recurrent = snapshot.abstract_recurrent(self.config)
+        return snapshot.lowerings(state, block, recurrent, reaches=self.buckets.reaches)
 
     def _warm_up(self) -> None:
         """Run every step once on idle rows, so that the GPU's graphs are recorded before the first request."""

@@ -1,6 +1,7 @@
 """The loop: admit, dispatch, collect. Sequential, one screen; whoever waits for a result steps for everyone.
 
-    admit      waiting requests take free slots, in order of arrival
+    admit      waiting requests take free slots, in order of arrival; where the state of a whole prompt is held,
+               its first token is drawn and read at once
     dispatch   one prefill chunk of the oldest request that needs one, then one decode step of all rows
     collect    read the mail of the dispatch before this one: the device is already busy with the next
 
@@ -9,6 +10,7 @@ A row that ended on a stop id is found out one step late. The device froze it at
 
 import contextlib
 import itertools
+import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -16,7 +18,9 @@ from typing import NamedTuple
 import jax
 
 from jaxserve.errors import EngineError
+from jaxserve.prefix import Plan
 from jaxserve.request import DECODING, PREFILLING, Request, read_logprobs
+from jaxserve.reuse import Reuse
 from jaxserve.runner import Mail, Runner, drawn_tokens
 from jaxserve.state import BROKEN, STOPPED
 from jaxserve.timing import PhaseLog
@@ -38,8 +42,8 @@ class Ticket(NamedTuple):
 class Scheduler:
     """Requests in flight on one runner. Not thread-safe: the engine holds its lock around every call."""
 
-    def __init__(self, runner: Runner, log: PhaseLog):
-        self.runner, self.log = runner, log
+    def __init__(self, runner: Runner, log: PhaseLog, reuse: Reuse | None = None):
+        self.runner, self.log, self.reuse = runner, log, reuse or Reuse(runner)
         self.waiting: deque[Request] = deque()
         self.slots: list[Request | None] = [None] * runner.slots
         self.tickets: deque[Ticket] = deque()
@@ -47,24 +51,33 @@ class Scheduler:
         self.steps = itertools.count()
 
     def submit(self, request: Request) -> None:
-        """Queue a request."""
-        self.counters["requests"] += 1
+        """Queue a request; its samples follow once its prompt's state stands."""
+        self.counters["requests"] += 1 + len(request.samples)
         if request.limit == 0:
-            request.finish("length")
+            for each in (request, *request.samples):
+                each.finish("length")
         else:
             self.waiting.append(request)
 
     def step(self, caller: Request | None = None) -> None:
         """One turn of the loop."""
         with self._recovering(caller):
-            self._admit()
-            self._collect(leave=1 if self._dispatch() else 0)
+            if self._admit():
+                self._collect(leave=0)
+            else:
+                self._collect(leave=1 if self._dispatch() else 0)
+
+    def flush(self) -> None:
+        """Store what finished requests left, unless somebody waits for tokens."""
+        if not self.waiting and not any(self.slots):
+            with self._recovering(None):
+                self.reuse.flush()
 
     def cancel(self, request: Request, tokens: int, stream) -> None:
         """End a request of which only `tokens` tokens were delivered."""
         with self._recovering(request):
             if request.slot is not None:
-                self._release(request, halt=True, length=len(request.prompt) + tokens)
+                self._release(request, delivered=tokens, device_knows=False)
             elif request in self.waiting:
                 self.waiting.remove(request)
         request.cut(tokens, stream)
@@ -88,6 +101,7 @@ class Scheduler:
             failed = isinstance(error, Exception)
             own = EngineError(f"{what}; the engine has reset itself") if failed else error
             for request in filter(None, [*self.slots, caller]):
+                self.reuse.abandon(request)
                 other = EngineError(f"{what} while this request was in flight: submit it again")
                 request.slot = None
                 request.finish("error", own if request is caller else other)
@@ -104,19 +118,57 @@ class Scheduler:
             self.waiting.remove(caller)
         self.slots = [None] * self.runner.slots
         self.runner.reset()
+        self.reuse.reset()
 
     # -- admit
 
-    def _admit(self) -> None:
+    def _admit(self) -> bool:
+        """Returns whether a first token is on its way."""
         self.reap()
+        started: list[Request] = []
         while self.waiting and None in self.slots:
+            self.reuse.flush()  # before a slot is taken
+            chosen = self.reuse.plan(self.waiting[0], self.slots)
             request = self.waiting.popleft()
-            request.slot = self.slots.index(None)
-            self.slots[request.slot] = request
-            self.runner.admit(request.slot, request.options, request.limit)
-            request.start()
-            self.log.mark(request.number, "queue", request.admitted - request.called, slot=request.slot)
-            self.log.mark(request.number, "route prefill", why="no prefix reuse", prompt=len(request.prompt))
+            if self._start(request, chosen):
+                started += [request, *self._start_samples(request)]
+        if started:
+            self._mail(tuple(started))
+            for request in started:
+                self.reuse.established(request)
+        return bool(started)
+
+    def _start(self, request: Request, chosen: Plan) -> bool:
+        """Give a request a slot and what is held of its prompt. Returns whether its first token was drawn."""
+        request.start(chosen.slot)
+        self.slots[chosen.slot] = request
+        self.runner.admit(request.slot, request.options, request.limit)
+        self.reuse.establish(request, chosen)
+        request.load(chosen.route, chosen.length, full_hit=chosen.full_hit)
+        self.log.mark(request.number, "queue", request.admitted - request.called, slot=request.slot)
+        self.log.mark(
+            request.number,
+            f"route {chosen.route}",
+            time.perf_counter() - request.admitted,
+            cached=chosen.length,
+            prompt=len(request.prompt),
+            why=chosen.why,
+        )
+        return chosen.full_hit
+
+    def _start_samples(self, request: Request) -> list[Request]:
+        """A prompt's state stands: its other samples begin from it in free slots; the rest are next in line.
+
+        Returns those whose first token was drawn.
+        """
+        samples, request.samples, started = deque(request.samples), [], []
+        while samples and None in self.slots and self.reuse.enabled:
+            chosen = self.reuse.plan(samples[0], self.slots, ready=request)
+            sample = samples.popleft()
+            if self._start(sample, chosen):
+                started.append(sample)
+        self.waiting.extendleft(reversed(samples))
+        return started
 
     def reap(self) -> None:
         """Free the slots of streams that nobody holds any more."""
@@ -135,11 +187,16 @@ class Scheduler:
             return False
         request = min(needy, key=lambda r: r.number)
         with jax.profiler.StepTraceAnnotation("prefill", step_num=next(self.steps)):
-            request.fed += self.runner.prefill(request.slot, request.prompt, request.fed)
+            stop = next(at for at in request.stops if at > request.fed)
+            request.fed += self.runner.prefill(request.slot, request.ids, request.fed, stop)
         self.counters["prefill_chunks"] += 1
+        self.reuse.fed(request)
         if request.fed == len(request.prompt):
             request.phase, request.asked = DECODING, 1
             self._mail((request,))
+            self.reuse.established(request)
+            if samples := self._start_samples(request):
+                self._mail(tuple(samples))
         return True
 
     def _decode(self) -> bool:
@@ -182,7 +239,9 @@ class Scheduler:
             request.receive(token, read_logprobs(mail, request.slot, index, token, top) if top else None)
             self.counters["tokens"] += 1
             if len(request.tokens) == 1:
-                self.log.mark(request.number, "prefill", request.first - request.admitted, tokens=request.fed)
+                phase = "first token" if request.full_hit else "prefill"
+                fed = request.fed - request.cached
+                self.log.mark(request.number, phase, request.first - request.admitted, tokens=fed)
             if request.done:  # a stop string: the device does not know of it
                 break
         if status == BROKEN:
@@ -194,10 +253,16 @@ class Scheduler:
         if request.done:
             self.log.mark(request.number, f"done {request.finish_reason}", tokens=len(request.tokens))
             device_knows = stop or len(request.tokens) >= request.limit
-            self._release(request, halt=not device_knows, length=len(request.prompt) + len(request.tokens))
+            self._release(request, delivered=len(request.tokens), device_knows=device_knows)
 
-    def _release(self, request: Request, *, halt: bool, length: int) -> None:
-        if halt:
+    def _release(self, request: Request, *, delivered: int, device_knows: bool) -> None:
+        """Take a request out of its slot. The row then stands for every token that was fed and delivered."""
+        length = len(request.prompt) + min(delivered, max(0, request.asked - 1))
+        if not device_knows:
             self.runner.halt(request.slot, length)
+        if request.failure is not None or not request.asked or not (device_knows or delivered):
+            self.reuse.abandon(request)
+        else:
+            self.reuse.release(request, length, exact=device_knows)
         self.slots[request.slot] = None
         request.slot = None

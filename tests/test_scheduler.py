@@ -42,8 +42,8 @@ class FakeRunner:
         self.status[slot], self.left[slot] = IDLE, limit
         self.next[slot] = iter(self.script.get(slot) or range(100, 200))
 
-    def prefill(self, slot, tokens, start):
-        fed = min(CHUNK, len(tokens) - start)
+    def prefill(self, slot, tokens, start, stop):
+        fed = min(CHUNK, stop - start)
         self.calls.append(("prefill", slot, start, fed))
         if start + fed == len(tokens):
             self._draw(slot)
