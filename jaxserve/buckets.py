@@ -31,8 +31,9 @@ class Buckets:
         return cls(chunks, (*reaches, context), (*lanes, slots))
 
     def chunk(self, remaining: int) -> int:
-        """The size of the next prefill call: the largest that the rest of the prompt fills to more than half, else the
-        smallest."""
+        """The size of the next prefill call: the largest that the rest of the prompt fills to more than half,
+        else the smallest.
+        """
         return next((size for size in reversed(self.chunks) if remaining > size // 2), self.chunks[0])
 
     def reach(self, length: int) -> int:

@@ -1,6 +1,7 @@
 """The persistent compilation cache: a second start loads its programs instead of compiling them.
 
-Whoever can write to the folder can run code: it is a per-user folder, and `JAX_COMPILATION_CACHE_DIR` names another.
+Whoever can write to the folder can run code: it is a per-user folder, and `JAX_COMPILATION_CACHE_DIR` names
+another.
 """
 
 import os

@@ -63,7 +63,9 @@ class Leftover:
 class Reuse:
     """Prefix reuse on one runner. Without a tier nothing is stored, without residency no idle slot is matched."""
 
-    def __init__(self, runner, *, tier: HostTier | None = None, residency: bool = False, recurrent: bool = False):
+    def __init__(
+        self, runner, *, tier: HostTier | None = None, residency: bool = False, recurrent: bool = False
+    ):
         self.runner, self.tier, self.residency, self.recurrent = runner, tier, residency, recurrent
         self.every = CHECKPOINT_TOKENS
         self.counters = Counter()

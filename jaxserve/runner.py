@@ -1,7 +1,7 @@
 """Owns every device buffer and every compiled program; knows slots and tokens, not requests.
 
-All programs are compiled when a runner is made. Afterwards its methods only call them: nothing traces, nothing compiles,
-and the state keeps its addresses because every call donates it.
+All programs are compiled when a runner is made. Afterwards its methods only call them: nothing traces,
+nothing compiles, and the state keeps its addresses because every call donates it.
 """
 
 import functools
@@ -30,7 +30,9 @@ class Mail:
         array.copy_to_host_async()
 
     def read(self) -> np.ndarray:
-        """i32 [slots, width]; waits for the device the first time. A true copy: the mailbox is donated again later."""
+        """i32 [slots, width]; waits for the device the first time. A true copy: the mailbox is donated again
+        later.
+        """
         if self._value is None:
             self._value, self._array = np.array(self._array), None
         return self._value
@@ -108,7 +110,9 @@ class Runner:
         self._last_decode = name
 
     def peek(self, *, wide: bool) -> Mail:
-        """Copy status and drawn tokens (wide: and log-probabilities) into one of two mailboxes, and start it on its way."""
+        """Copy status and drawn tokens (wide: and log-probabilities) into one of two mailboxes, and start it
+        on its way.
+        """
         boxes, mails = self._mailboxes[wide], self._mails[wide]
         if mails[0] is not None:
             mails[0].read()  # before its mailbox is donated again
@@ -250,7 +254,7 @@ class Runner:
         return snapshot.lowerings(state, block, recurrent, reaches=self.buckets.reaches)
 
     def _warm_up(self) -> None:
-        """Run every step once on idle rows, so that the GPU's graphs are recorded before the first request."""
+        """Run every step once on idle rows, so that the GPU's graphs are recorded beforehand."""
         if jax.default_backend() == "cpu":
             return
         for name, program in self.programs.items():

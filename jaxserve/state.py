@@ -1,6 +1,7 @@
 """The donated pytree: everything prefill and decode read and write. Fixed shapes, fixed addresses.
 
-One description (`abstract_state`) gives shapes and dtypes; allocation, budgets and compilation all derive from it.
+One description (`abstract_state`) gives shapes and dtypes; allocation, budgets and compilation all derive
+from it.
 """
 
 import dataclasses
@@ -19,7 +20,9 @@ from jaxserve.sampling import Options, empty_options
 MAX_STEPS = 8  # tokens a row can draw in one dispatch of decode
 
 IDLE, RUNNING, STOPPED, FULL, BROKEN = range(5)
-"""Status of a row. Only RUNNING rows feed tokens; STOPPED drew a stop id, FULL its last allowed token, BROKEN a non-finite logit."""
+"""Status of a row. Only RUNNING rows feed tokens; STOPPED drew a stop id, FULL its last allowed token, BROKEN
+a non-finite logit.
+"""
 
 
 @chex.dataclass(frozen=True)

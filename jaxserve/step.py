@@ -1,7 +1,8 @@
 """Prefill and decode: the only place that jits and donates.
 
-Every function takes the state, donates it and returns it first; nothing else the engine needs per token comes out. The host
-sees tokens through `peek`, which copies a few integers into a small mailbox of its own. `f.__wrapped__` is the pure function.
+Every function takes the state, donates it and returns it first; nothing else the engine needs per token comes
+out. The host sees tokens through `peek`, which copies a few integers into a small mailbox of its own.
+`f.__wrapped__` is the pure function.
 """
 
 import functools
@@ -27,7 +28,8 @@ UNLIMITED = np.int32(2**31 - 1)
 def admit(state: State, slot: jax.Array, options: Options, limit: jax.Array = UNLIMITED) -> State:
     """Give a slot its sampling options and the number of tokens it may draw. What the slot remembers stays.
 
-    slot, limit: i32 [], options: one row (`sampling.options`). The row is IDLE until a final prefill draws its first token.
+    slot, limit: i32 [], options: one row (`sampling.options`). The row is IDLE until a final prefill draws
+    its first token.
     """
     put = lambda leaf, row: leaf.at[slot].set(row)  # noqa: E731
     return state.replace(
@@ -51,8 +53,8 @@ def prefill(
 ) -> State:
     """Feed the first `count` of T tokens at positions start, start + 1, … of a slot.
 
-    tokens: i32 [T] with T ≤ S, slot, start, count: i32 []. final: keep the last token's logits and draw the first token from
-    them, whatever the slot's options. Padding writes nothing.
+    tokens: i32 [T] with T ≤ S, slot, start, count: i32 []. final: keep the last token's logits and draw the
+    first token from them, whatever the slot's options. Padding writes nothing.
     """
     span = Span(*(x.reshape(1) for x in (slot, start, count)))
     memory, x = hidden_states(weights, state.memory, tokens[None], span, config=config, reach=0)
@@ -81,8 +83,9 @@ def decode(
 ) -> State:
     """Feed each RUNNING row's drawn token and draw the next, `steps` times.
 
-    rows: i32 [B] distinct slots; `slots` itself marks an idle lane. sampled: some row needs more than an argmax (penalties,
-    a random draw, log-probabilities). reach: cached positions attention looks at, at least the longest row; None: all.
+    rows: i32 [B] distinct slots; `slots` itself marks an idle lane. sampled: some row needs more than an
+    argmax (penalties, a random draw, log-probabilities). reach: cached positions attention looks at, at least
+    the longest row; None: all.
     """
     if not 1 <= steps <= MAX_STEPS:
         raise ValueError(f"steps={steps}: expected 1 ≤ steps ≤ {MAX_STEPS}")
@@ -94,10 +97,13 @@ def decode(
     return lax.fori_loop(0, steps, lambda i, state: step(state, i), state)
 
 
-@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)  # its bytes are not read, only its place is used
+# keep_unused: the mailbox is not read, only its place is used
+@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
 def peek(mailbox: jax.Array, state: State) -> jax.Array:
-    """What the host reads, one copy: per slot its status and the tokens of its last dispatch, and in a wide mailbox their
-    log-probabilities (as bits).   mailbox: i32 [slots, 1 + MAX_STEPS] or [slots, wide] (`mailbox_width`)"""
+    """What the host reads, one copy: per slot its status and the tokens of its last dispatch, and in a wide
+    mailbox their log-probabilities (as bits).   mailbox: i32 [slots, 1 + MAX_STEPS] or [slots, wide]
+    (`mailbox_width`)
+    """
     parts = [state.status[:, None], state.drawn]
     if mailbox.shape[1] > 1 + MAX_STEPS:
         slots = mailbox.shape[0]
@@ -127,7 +133,9 @@ def score(
     *,
     config: ModelConfig,
 ) -> tuple[Memory, jax.Array]:
-    """Teacher forcing: feed a chunk into a one-slot memory and return the logits of every position.   tokens: i32 [T] → f32 [T, V]"""
+    """Teacher forcing: feed a chunk into a one-slot memory and return the logits of every position.   tokens:
+    i32 [T] → f32 [T, V]
+    """
     span = Span(jnp.zeros(1, jnp.int32), *(x.reshape(1) for x in (start, count)))
     memory, x = hidden_states(weights, memory, tokens[None], span, config=config, reach=0)
     return memory, logits(weights, x[0], config=config)

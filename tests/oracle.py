@@ -33,7 +33,9 @@ def generations(name: str) -> list[dict]:
 
 
 def assert_same_up_to_near_tie(tokens, expected, gaps, margin: float) -> int:
-    """Greedy tokens must agree until the reference's two best logits lie within `margin`. Returns how many agreed."""
+    """Greedy tokens must agree until the reference's two best logits lie within `margin`. Returns how many
+    agreed.
+    """
     for i, (ours, theirs) in enumerate(zip(tokens, expected, strict=False)):
         if ours != theirs:
             assert gaps[i] < margin, (

@@ -1,4 +1,6 @@
-"""Attention over the resident cache: writes land where they should, and both read forms equal the definition."""
+"""Attention over the resident cache: writes land where they should, and both read forms equal the
+definition.
+"""
 
 import jax
 import jax.numpy as jnp

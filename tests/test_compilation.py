@@ -1,4 +1,4 @@
-"""What XLA made of the step: nothing compiles after loading, the state is updated in place, nothing else comes out."""
+"""What XLA made of the step: nothing compiles after loading, the state alone comes out, updated in place."""
 
 import collections
 import functools
@@ -84,7 +84,8 @@ def test_two_slots_compile_nothing_either():
         for length in range(1, 41):
             options = [TOGGLES[(length + i) % len(TOGGLES)] for i in range(3)]
             streams = [
-                engine.stream([5] * length, SamplingParams(**{"max_tokens": 4} | chosen)) for chosen in options
+                engine.stream([5] * length, SamplingParams(**{"max_tokens": 4} | chosen))
+                for chosen in options
             ]
             for stream in streams:
                 list(stream)
@@ -150,9 +151,7 @@ def test_other_options_slots_lengths_and_positions_do_not_trace_again():
     chex.clear_trace_counter()
     once = functools.partial(chex.assert_max_traces, n=1)
     admit = jax.jit(once(step.admit.__wrapped__), donate_argnums=0)
-    prefill = jax.jit(
-        once(step.prefill.__wrapped__), static_argnames=("config", "final"), donate_argnums=1
-    )
+    prefill = jax.jit(once(step.prefill.__wrapped__), static_argnames=("config", "final"), donate_argnums=1)
     decode = jax.jit(
         once(step.decode.__wrapped__),
         static_argnames=("config", "steps", "sampled", "reach"),

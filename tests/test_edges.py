@@ -1,4 +1,4 @@
-"""Prompts and ids at and past every limit: refused before any device work, with the engine usable afterwards."""
+"""Prompts and ids at and past every limit: refused before any device work, and the engine stays usable."""
 
 import numpy as np
 import pytest
@@ -83,7 +83,9 @@ def test_options_of_another_type_are_refused(params):
         scripted().generate([1], params)
 
 
-@pytest.mark.parametrize("kind", [list, tuple, np.int32, np.uint8, np.int64, range], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [list, tuple, np.int32, np.uint8, np.int64, range], ids=lambda kind: kind.__name__
+)
 def test_ids_come_in_any_sequence_of_integers(kind):
     ids = range(40, 50)
     prompt = np.array(ids, kind) if isinstance(kind, type) and issubclass(kind, np.generic) else ids

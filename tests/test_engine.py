@@ -1,4 +1,4 @@
-"""What a request gives back: tokens, text, reasons, log-probabilities, timings; and every option through the engine."""
+"""What a request gives back: tokens, text, reason, log-probabilities, timings; every option in the engine."""
 
 import time
 import warnings

@@ -25,7 +25,7 @@ def engine(request):
 
 
 def break_once(engine, monkeypatch, kind: str, effect, runs: int = 0) -> None:
-    """After `runs` runs of the programs of a kind, one of them has its effect behind it: its donated state is gone."""
+    """After `runs` runs of a kind of program, the effect comes right behind the next: its state is donated."""
     left = [runs]
 
     def wrapped(program):
@@ -85,7 +85,8 @@ def test_an_error_behind_the_token_that_stopped_is_never_seen():
 
 
 @pytest.mark.parametrize(
-    ("kind", "runs"), [("admit", 0), ("prefill", 0), ("prefill", 1), ("decode", 0), ("decode", 3), ("peek", 2)]
+    ("kind", "runs"),
+    [("admit", 0), ("prefill", 0), ("prefill", 1), ("decode", 0), ("decode", 3), ("peek", 2)],
 )
 def test_a_step_that_fails_after_donating_is_an_engine_error(engine, monkeypatch, kind, runs):
     before = engine.stats()["recoveries"]

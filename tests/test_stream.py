@@ -1,4 +1,6 @@
-"""Pieces as they come: whole characters, joined they are the text; closing and dropping a stream frees its slot."""
+"""Pieces as they come: whole characters, joined they are the text; closing and dropping a stream frees its
+slot.
+"""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Calls beside each other: threads, calls inside callbacks, streams in one thread, rows with other options."""
+"""Calls beside each other: threads, calls inside callbacks, streams in turn, rows with other options."""
 
 import threading
 import time

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Loads models, generates, and reports what a decoded token costs: one table row and one JSON object per model.
+"""Loads models, generates, and reports what a decoded token costs: one table row and one JSON object per
+model.
 
     python tools/bench_models.py qwen2.5-1.5b qwen3.5-4b --out results.json      # synthetic, at real shapes
     python tools/bench_models.py ~/.cache/jaxserve/models/smollm2.gguf --out results.json
 
-A preset of `synthetic_model.py` is written to --folder first. Reported per model: load time, decode and prefill tok/s
-(medians), GB/s of weights read and its percentage of the device's measured copy rate, graph launches, updates and
-kernels per token from a profiler trace, bytes of temporaries of the largest decode program, and the greedy tokens of a
-fixed prompt (to compare machines).
+A preset of `synthetic_model.py` is written to --folder first. Reported per model: load time, decode and
+prefill tok/s (medians), GB/s of weights read and its percentage of the device's measured copy rate, graph
+launches, updates and kernels per token from a profiler trace, bytes of temporaries of the largest decode
+program, and the greedy tokens of a fixed prompt (to compare machines).
 """
 
 import argparse

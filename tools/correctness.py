@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """Compares a real model with its reference outputs, in plain float32 and in the default mode.
 
-    python tools/correctness.py ~/.cache/jaxserve/models/smollm2.gguf tests/data/smollm2.gen.json --out smollm2.json
+    python tools/correctness.py ~/.cache/jaxserve/models/smollm2.gguf tests/data/smollm2.gen.json --out
+    smollm2.json
 
-Teacher forcing: each prompt and its reference continuation are fed, and the logits at the generated positions compared:
-argmax where the reference's gap exceeds --margin, the 8 best logits, and (default against float32) the mean KL divergence
-over the whole vocabulary. Free running: greedy tokens up to the first difference, and the reference's gap there.
+Teacher forcing: each prompt and its reference continuation are fed, and the logits at the generated positions
+compared: argmax where the reference's gap exceeds --margin, the 8 best logits, and (default against float32)
+the mean KL divergence over the whole vocabulary. Free running: greedy tokens up to the first difference, and
+the reference's gap there.
 """
 
 import argparse

@@ -1,11 +1,13 @@
 """The forward pass: one decoder skeleton that every supported architecture is an instance of.
 
     x = embed(tokens)
-    each layer:  x += mixer(norm(x));  x += ffn(norm(x))       mixer: attention or gated delta net; ffn: dense or experts
+    each layer:  x += mixer(norm(x));  x += ffn(norm(x))
     logits = head(norm(x))
 
-What an architecture adds (biases, q/k norms, an output gate, post-norms, experts) shows in the names its layers hold
-(`models/weights.py`) and in `ModelConfig`, not in a file of its own: eight copies of one loop would drift apart.
+A mixer is attention or a gated delta net, an ffn is dense or a mixture of experts.
+What an architecture adds (biases, q/k norms, an output gate, post-norms, experts) shows in the names its
+layers hold (`models/weights.py`) and in `ModelConfig`, not in a file of its own: eight copies of one loop
+would drift apart.
 """
 
 import jax
@@ -29,8 +31,8 @@ def hidden_states(
 ) -> tuple[Memory, jax.Array]:
     """Feed tokens and return the residual stream before the output norm.
 
-    tokens: i32 [B, T] with T = 1 (decode) or B = 1 (a chunk of prefill); reach: static, cached positions a decode step looks
-    at → memory, f32 [B, T, E]
+    tokens: i32 [B, T] with T = 1 (decode) or B = 1 (a chunk of prefill); reach: static, cached positions a
+    decode step looks at → memory, f32 [B, T, E]
     """
     with jax.named_scope("embed"):
         x = quant.take_rows(weights.embed, tokens) * config.embed_scale

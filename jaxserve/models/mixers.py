@@ -1,4 +1,6 @@
-"""The two ways tokens exchange information: attention over the KV cache, and the gated delta net's recurrent state."""
+"""The two ways tokens exchange information: attention over the KV cache, and the gated delta net's recurrent
+state.
+"""
 
 from typing import NamedTuple
 
@@ -17,7 +19,9 @@ from jaxserve.state import Memory
 
 
 class Span(NamedTuple):
-    """Where the new tokens of a call belong: row b gets count[b] of its T tokens at positions start[b], start[b] + 1, …"""
+    """Where the new tokens of a call belong: row b gets count[b] of its T tokens at positions start[b],
+    start[b] + 1, …
+    """
 
     rows: jax.Array  # [B] i32
     start: jax.Array  # [B] i32
@@ -43,7 +47,8 @@ def attention(
     window: int,
     reach: int,
 ) -> tuple[Memory, jax.Array]:
-    """Project, normalise, rotate, write k and v, attend, project back.   h: f32 [B, T, E] → memory, f32 [B, T, E]
+    """Project, normalise, rotate, write k and v, attend, project back.   h: f32 [B, T, E] → memory, f32 [B,
+    T, E]
 
     Where q is twice as wide (qwen35, qwen3next) every head holds its query, then its output gate.
     """
@@ -88,9 +93,11 @@ def _attend(memory: Memory, q, k, v, span: Span, rank, *, scale: float, window: 
 def delta_net(
     w: dict, memory: Memory, h: jax.Array, span: Span, rank, *, config: ModelConfig
 ) -> tuple[Memory, jax.Array]:
-    """Project, convolve, update the recurrent state, gate, project back.   h: f32 [B, T, E] → memory, f32 [B, T, E]
+    """Project, convolve, update the recurrent state, gate, project back.   h: f32 [B, T, E] → memory, f32 [B,
+    T, E]
 
-    A row that starts at position 0 starts from a zero state; an inactive row and padding leave theirs as it is.
+    A row that starts at position 0 starts from a zero state; an inactive row and padding leave theirs as it
+    is.
     """
     d = config.delta
     batch, length, _ = h.shape

@@ -19,7 +19,8 @@ from jaxserve.gguf.tensors import check_tensors
 Matrix = quant.Packed | jax.Array
 Progress = Callable[[str, int, int], None]
 
-# A projection whose outputs stand side by side: its parts of one ggml type become one matrix, read by one kernel.
+# A projection whose outputs stand side by side: its parts of one ggml type become one matrix, read by one
+# kernel.
 PROJECTIONS = {
     "qkv": ("attn_q", "attn_k", "attn_v"),
     "attn_out": ("attn_output",),
@@ -96,8 +97,9 @@ def load_weights(
 ) -> tuple[Weights, ModelConfig]:
     """Read a GGUF file onto the default device.
 
-    weights: "packed" keeps ggml's packing, "float32" makes a float copy, "auto" is packed on accelerators and on CPU float32
-    where the copy fits in a quarter of the free memory. progress(stage, done bytes, all bytes) is called as tensors arrive.
+    weights: "packed" keeps ggml's packing, "float32" makes a float copy, "auto" is packed on accelerators and
+    on CPU float32 where the copy fits in a quarter of the free memory. progress(stage, done bytes, all bytes)
+    is called as tensors arrive.
     """
     file = path if isinstance(path, GGUFFile) else open_gguf(path)
     config = read_config(file)

@@ -1,7 +1,8 @@
 """Causal grouped-query attention over a resident KV cache.
 
-The cache of all attention layers is one array [La, slots, Hkv, S, D]; `rank` picks the layer. New keys and values are
-written first and read back, so a token attends to the same rounded values whatever chunk it came in with.
+The cache of all attention layers is one array [La, slots, Hkv, S, D]; `rank` picks the layer. New keys and
+values are written first and read back, so a token attends to the same rounded values whatever chunk it came
+in with.
 """
 
 import jax
@@ -25,11 +26,12 @@ def write_tokens(
 
 
 def write_chunk(cache: jax.Array, new: jax.Array, rank, slot, start, count) -> jax.Array:
-    """The first `count` tokens of a chunk at positions start, start + 1, … of one row, in place; padding and positions
-    past the end are dropped.   cache: [La, slots, Hkv, S, D], new: [T, Hkv, D]
+    """The first `count` tokens of a chunk at positions start, start + 1, … of one row, in place; padding and
+    positions past the end are dropped.   cache: [La, slots, Hkv, S, D], new: [T, Hkv, D]
 
-    A scatter, not a dynamic_update_slice: that clamps, so it would have to read the old window, and XLA fuses this read
-    with the previous layer's write and then keeps both buffers: a copy of the whole cache per layer.
+    A scatter, not a dynamic_update_slice: that clamps, so it would have to read the old window, and XLA fuses
+    this read with the previous layer's write and then keeps both buffers: a copy of the whole cache per
+    layer.
     """
     offset = jnp.arange(new.shape[0])
     at = jnp.where(offset < count, start + offset, cache.shape[3])
@@ -50,7 +52,8 @@ def attend_tokens(
 ) -> jax.Array:
     """One query per row over the first `span` cached positions.
 
-    q: f32 [B, Hq, D], keys, values: [La, slots, Hkv, S, D], position: i32 [B] of the query itself → f32 [B, Hq, D]
+    q: f32 [B, Hq, D], keys, values: [La, slots, Hkv, S, D], position: i32 [B] of the query itself
+    → f32 [B, Hq, D]
     """
     batch, heads, dim = q.shape
     groups = keys.shape[2]
@@ -68,16 +71,19 @@ def attend_tokens(
 def attend_chunk(
     q: jax.Array, keys: jax.Array, values: jax.Array, rank, slot, start, *, scale: float, window: int
 ) -> jax.Array:
-    """Queries at positions start, start+1, … of one row, over blocks of its cached keys with a running softmax.
+    """Queries at positions start, start+1, … of one row, over blocks of its cached keys with a running
+    softmax.
 
-    q: f32 [T, Hq, D], keys, values: [La, slots, Hkv, S, D] → f32 [T, Hq, D]. Only blocks that some query sees are read.
+    q: f32 [T, Hq, D], keys, values: [La, slots, Hkv, S, D] → f32 [T, Hq, D]. Only blocks that some query sees
+    are read.
     """
     length, heads, dim = q.shape
     _, _, groups, capacity, _ = keys.shape
     block = min(KEY_BLOCK, capacity)
     q = (q.reshape(length, groups, heads // groups, dim) * scale).transpose(1, 2, 0, 3)  # [Hkv, G, T, D]
     position = start + jnp.arange(length)
-    # A loop that read the stacked cache itself would make XLA copy all of it: later layers write to the same buffer.
+    # A loop that read the stacked cache itself would make XLA copy all of it: later layers write to the same
+    # buffer.
     row_cache = [
         lax.dynamic_slice(cache, (rank, slot, 0, 0, 0), (1, 1, groups, capacity, dim))[0, 0]
         for cache in (keys, values)
@@ -114,7 +120,10 @@ def attend_chunk(
 def attention_reference(
     q: jax.Array, k: jax.Array, v: jax.Array, start: int, *, scale: float, window: int
 ) -> jax.Array:
-    """The definition: softmax(scale · q kᵀ + mask) v with the whole score matrix.   q: [T, Hq, D], k, v: [S, Hkv, D] → [T, Hq, D]"""
+    """The definition: softmax(scale · q kᵀ + mask) v with the whole score matrix.
+
+    q: [T, Hq, D], k, v: [S, Hkv, D] → [T, Hq, D]
+    """
     repeat = q.shape[1] // k.shape[1]
     k, v = (jnp.repeat(x.astype(jnp.float32), repeat, axis=1) for x in (k, v))
     scores = jnp.einsum("thd,shd->hts", q, k, precision=HIGHEST) * scale
@@ -126,7 +135,9 @@ def attention_reference(
 
 
 def _rows(cache: jax.Array, rank, rows: jax.Array, span: int) -> jax.Array:
-    """cache[rank, rows, :, :span] → [B, Hkv, span, D]. A lone row is sliced: XLA turns a gather into an element-wise loop."""
+    """cache[rank, rows, :, :span] → [B, Hkv, span, D]. A lone row is sliced: XLA turns a gather into an
+    element-wise loop.
+    """
     _, _, heads, _, dim = cache.shape
     if rows.shape[0] == 1:
         return lax.dynamic_slice(cache, (rank, rows[0], 0, 0, 0), (1, 1, heads, span, dim))[0]

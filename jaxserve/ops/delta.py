@@ -166,10 +166,10 @@ def delta_chunked(
 def unit_lower_inverse(a: jax.Array) -> jax.Array:
     """(I + a)⁻¹ of strictly lower triangular a: f32 [..., C, C], C a power of two.
 
-    By halving the blocks on accelerators: [[X, 0], [−Y a₂₁ X, Y]] with X, Y the inverses of the diagonal blocks. The
-    product (I − a)(I + a²)(I + a⁴) also takes log₂ C steps, but its powers explode where keys repeat (relative error
-    6e7 in f32, here 2e-7); no CUDA graph can hold triangular_solve. Row by row on CPU, which runs that in a third of
-    the time and compiles it in a quarter.
+    By halving the blocks on accelerators: [[X, 0], [−Y a₂₁ X, Y]] with X, Y the inverses of the diagonal
+    blocks. The product (I − a)(I + a²)(I + a⁴) also takes log₂ C steps, but its powers explode where keys
+    repeat (relative error 6e7 in f32, here 2e-7); no CUDA graph can hold triangular_solve. Row by row on CPU,
+    which runs that in a third of the time and compiles it in a quarter.
     """
     return lax.platform_dependent(a, cpu=_inverse_by_rows, default=_inverse_by_halves)
 

@@ -7,14 +7,18 @@ import jax.numpy as jnp
 def rope_tables(
     positions: jax.Array, frequencies: jax.Array, magnitude: float
 ) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of every angle, times yarn's magnitude.   positions: i32 [B, T], frequencies: f32 [R/2] → f32 [B, T, 1, R/2]"""
+    """cos and sin of every angle, times yarn's magnitude.
+
+    positions: i32 [B, T], frequencies: f32 [R/2] → f32 [B, T, 1, R/2] each
+    """
     angles = (positions.astype(jnp.float32)[..., None] * frequencies)[:, :, None]
     return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
 
 def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array], interleaved: bool) -> jax.Array:
-    """Rotate the first R dims of each head, pass the rest through.   x: f32 [B, T, H, D], tables: [B, T, 1, R/2]
+    """Rotate the first R dims of each head, pass the rest through.
 
+    x: f32 [B, T, H, D], tables: [B, T, 1, R/2] each
     interleaved: pairs are (2j, 2j+1) as llama files store them, else (j, j + R/2).
     """
     cos, sin = tables
