@@ -72,7 +72,7 @@ class Request:
         self.slot, self.phase, self.admitted = slot, PREFILLING, time.perf_counter()
 
     def load(self, route: str, length: int, *, full_hit: bool) -> None:
-        """The first `length` tokens of its prompt are in place; on a full hit its first token is asked for too."""
+        """The first `length` tokens of its prompt are in place; on a full hit its first token is drawn."""
         self.route, self.cached, self.fed, self.full_hit = route, length, length, full_hit
         if route in ("copied", "restored"):
             self.loaded = time.perf_counter()

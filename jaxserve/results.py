@@ -11,9 +11,7 @@ class PhaseTimings:
     """
 
     queue_s: float | None = None  # from the call until a slot was free
-    load_state_s: float | None = (
-        None  # copying or restoring a prefix; of a whole prompt, until its first token
-    )
+    load_state_s: float | None = None  # copying or restoring a prefix; of a whole prompt: to the first token
     prefill_s: float | None = None  # computing the rest of the prompt, first token included
     decode_s: float | None = None  # from the first token to the end
     first_token_s: float | None = None  # from the call until the first id is on the host, waiting included

@@ -1,9 +1,9 @@
-"""Between the loop and the tiers: what slots remember, how a prompt's state comes about, what is kept and when.
+"""Between the loop and the tiers: what slots remember, how a prompt's state comes about, what is kept.
 
-A row that a request has left goes on remembering its tokens (residency), until another request takes the slot.
-What should outlive that goes to the host tier. Nothing is stored between a request's tokens, except the
-recurrent checkpoints of a long prompt, which exist only while it is fed: the logits at the end of a prompt
-are copied on the device, and stored with the rest once the request is over.
+A row that a request has left remembers its tokens (residency) until another request takes the slot. What
+should outlive that goes to the host tier. Nothing is stored between a request's tokens, except the recurrent
+checkpoints of a long prompt, which exist only while it is fed: the logits at the end of a prompt are copied on
+the device, and stored with the rest once the request is over.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ from jaxserve.saved import Entry
 from jaxserve.snapshot import Recurrent
 
 CHECKPOINT_TOKENS = 512
-"""Tokens between the recurrent checkpoints of a long prompt. One costs a row's recurrent state: for the common
-sizes about what the attention layers keep for 500 to 1,500 tokens, so that snapshots at most double."""
+"""Tokens between the recurrent checkpoints of a long prompt. One costs a row's recurrent state: as much as
+the attention layers keep of 500 to 1,500 tokens in models of the common sizes."""
 
 UNLIMITED = 2**62  # bytes
 OFF = "prefix reuse is switched off"
@@ -30,7 +30,7 @@ OFF = "prefix reuse is switched off"
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """What was copied on the device at the end of a prompt; as `Rows` it offers that instead of the row's own."""
+    """What was copied on the device at the end of a prompt: `Rows` that offer it instead of the row's own."""
 
     rows: Rows
     length: int
@@ -61,7 +61,7 @@ class Leftover:
 
 
 class Reuse:
-    """Prefix reuse on one runner. Without a tier nothing is stored, without residency no idle slot is matched."""
+    """Prefix reuse on one runner: with a tier rows are stored, with residency idle slots are matched."""
 
     def __init__(
         self, runner, *, tier: HostTier | None = None, residency: bool = False, recurrent: bool = False
@@ -88,7 +88,7 @@ class Reuse:
     # -- before a request runs
 
     def plan(self, request: Request, slots: Sequence[Request | None], ready: Request | None = None) -> Plan:
-        """The cheapest way to a prompt's state. `ready`: a request that has drawn its first token, and no other."""
+        """The cheapest way to a prompt's state. `ready`: a request that has just drawn its first token."""
         holdings = [
             held if other is None else self._busy(other, other is ready)
             for held, other in zip(self._holdings, slots, strict=True)

@@ -85,10 +85,9 @@ class Runner:
         self.state = self.programs["admit"](self.state, np.int32(slot), options, np.int32(limit))
 
     def prefill(self, slot: int, tokens: Sequence[int], start: int, stop: int) -> int:
-        """Feed the next chunk of `tokens[start:stop]` at position `start`; with the last of `tokens` the first
-        token is drawn.
+        """Feed the next chunk of `tokens[start:stop]` at position `start`.
 
-        Returns how many tokens were fed.
+        With the last of `tokens` the first token is drawn. Returns how many tokens were fed.
         """
         size = self.buckets.chunk(stop - start)
         fed = tokens[start : min(stop, start + size)]

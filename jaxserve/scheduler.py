@@ -1,6 +1,6 @@
 """The loop: admit, dispatch, collect. Sequential, one screen; whoever waits for a result steps for everyone.
 
-    admit      waiting requests take free slots, in order of arrival; where the state of a whole prompt is held,
+    admit      waiting requests take free slots, in order of arrival; where a whole prompt's state is held,
                its first token is drawn and read at once
     dispatch   one prefill chunk of the oldest request that needs one, then one decode step of all rows
     collect    read the mail of the dispatch before this one: the device is already busy with the next
@@ -85,6 +85,7 @@ class Scheduler:
     def fail(self, error: Exception) -> None:
         """End every request, those that wait too."""
         for request in [*self.waiting, *filter(None, self.slots)]:
+            self.reuse.abandon(request)
             request.finish("error", error)
 
     @contextlib.contextmanager

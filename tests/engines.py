@@ -95,17 +95,24 @@ def scripted_path(*, tokenizer: bool = True, architecture: str = "llama", contex
 
 
 @functools.cache
-def scripted(*, slots: int = 1, tokenizer: bool = True, context: int = 64) -> jaxserve.Engine:
-    """A shared engine of the scripted model."""
+def scripted(
+    *, slots: int = 1, tokenizer: bool = True, context: int = 64, reuse: bool = True
+) -> jaxserve.Engine:
+    """A shared engine of the scripted model. Without reuse every prompt is computed."""
     path = scripted_path(tokenizer=tokenizer)
-    return jaxserve.Engine.load(path, context=context, slots=slots, kv_dtype="float32", weights="float32")
+    return _load(path, context, slots, reuse)
 
 
 @functools.cache
-def tiny(name: str, *, slots: int = 1, context: int = 192) -> jaxserve.Engine:
+def tiny(name: str, *, slots: int = 1, context: int = 192, reuse: bool = True) -> jaxserve.Engine:
     """A shared engine of a tiny random model, all arithmetic in float32."""
-    path = tiny_path(name)
-    return jaxserve.Engine.load(path, context=context, slots=slots, kv_dtype="float32", weights="float32")
+    return _load(tiny_path(name), context, slots, reuse)
+
+
+def _load(path: Path, context: int, slots: int, reuse: bool) -> jaxserve.Engine:
+    tiers = {} if reuse else {"residency": False, "prefix_bytes": 0}
+    shape = {"context": context, "slots": slots, "kv_dtype": "float32", "weights": "float32"}
+    return jaxserve.Engine.load(path, **shape, **tiers)
 
 
 @functools.cache

@@ -331,7 +331,9 @@ def test_ids_are_taken_as_they_are():
 def test_a_chat_has_the_bos_of_its_template_only(monkeypatch):
     engine, prompts = scripted(), []
     submit = engine._submit
-    monkeypatch.setattr(engine, "_submit", lambda ids, params: prompts.append(ids) or submit(ids, params))
+    monkeypatch.setattr(
+        engine, "_submit", lambda ids, *rest, **more: prompts.append(ids) or submit(ids, *rest, **more)
+    )
     engine.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=1))
     assert prompts == [[BOS, *b"[user]hi", TURN_END, *b"[assistant]"]]
 
@@ -339,7 +341,9 @@ def test_a_chat_has_the_bos_of_its_template_only(monkeypatch):
 def test_special_tokens_in_a_message_stay_text(monkeypatch):
     engine, prompts = scripted(), []
     submit = engine._submit
-    monkeypatch.setattr(engine, "_submit", lambda ids, params: prompts.append(ids) or submit(ids, params))
+    monkeypatch.setattr(
+        engine, "_submit", lambda ids, *rest, **more: prompts.append(ids) or submit(ids, *rest, **more)
+    )
     engine.chat([{"role": "user", "content": "<|eot_id|><s>"}], SamplingParams(max_tokens=1))
     assert prompts == [[BOS, *b"[user]<|eot_id|><s>", TURN_END, *b"[assistant]"]]
 
@@ -352,7 +356,7 @@ def test_the_phases_sum_to_the_wall_time(count):
     prompt, shares = [5] * 9, []
     for _ in range(5):  # another process may take the core between two clocks
         start = time.perf_counter()
-        timings = scripted().generate(prompt, SamplingParams(max_tokens=count)).timings
+        timings = scripted(reuse=False).generate(prompt, SamplingParams(max_tokens=count)).timings
         wall = time.perf_counter() - start
         phases = (timings.queue_s, timings.load_state_s, timings.prefill_s, timings.decode_s)
         total = sum(phase for phase in phases if phase is not None)
@@ -366,7 +370,7 @@ def test_the_phases_sum_to_the_wall_time(count):
 
 
 def test_counts_are_of_ids():
-    done = scripted().generate([5] * 40, SamplingParams(max_tokens=7))
+    done = scripted(reuse=False).generate([5] * 40, SamplingParams(max_tokens=7))
     timings = done.timings
     assert (done.prompt_tokens, done.cached_tokens, done.route) == (40, 0, "prefill")
     assert (timings.prompt_tokens, timings.prefilled_tokens, timings.decoded_tokens) == (40, 40, 6)
@@ -384,9 +388,9 @@ def test_a_request_that_waits_counts_its_waiting():
 
 
 def test_stats_count_requests_tokens_and_chunks():
-    before = scripted().stats()
-    scripted().generate([5] * 50, SamplingParams(max_tokens=7))
-    after = scripted().stats()
+    before = scripted(reuse=False).stats()
+    scripted(reuse=False).generate([5] * 50, SamplingParams(max_tokens=7))
+    after = scripted(reuse=False).stats()
     grown = {name: after[name] - before[name] for name in ("requests", "tokens", "prefill_chunks")}
     assert grown == {"requests": 1, "tokens": 7, "prefill_chunks": 2}
     assert (after["slots"], after["free_slots"], after["waiting"]) == (1, 1, 0)
@@ -404,18 +408,18 @@ def load(**options) -> jaxserve.Engine:
 
 
 def test_two_engines_live_beside_each_other_and_closing_one_frees_its_memory():
-    expected = scripted().generate([5], SamplingParams(max_tokens=9)).tokens
+    expected = scripted(reuse=False).generate([5], SamplingParams(max_tokens=9)).tokens
     before = live_bytes()
     with load() as engine:
         assert live_bytes() >= before + engine.weights_nbytes + engine.state_nbytes
         stream = engine.stream([5], SamplingParams(max_tokens=9))
         next(stream)
         assert engine.generate([5], SamplingParams(max_tokens=9)).tokens == expected
-        assert scripted().generate([5], SamplingParams(max_tokens=9)).tokens == expected
+        assert scripted(reuse=False).generate([5], SamplingParams(max_tokens=9)).tokens == expected
         running = engine.stream([5], SamplingParams(max_tokens=30))
         first = next(running)
     assert live_bytes() <= before + 64
-    assert scripted().generate([5], SamplingParams(max_tokens=9)).tokens == expected
+    assert scripted(reuse=False).generate([5], SamplingParams(max_tokens=9)).tokens == expected
 
     assert [piece.token for piece in stream] == expected[1:]  # it was done before
     with pytest.raises(jaxserve.JaxserveError, match="closed"):

@@ -1,6 +1,7 @@
 """The functional layer: every slot for itself, bit for bit; the same answer however a prompt is cut
 or a step run.
 """
+
 import functools
 
 import jax
