@@ -137,6 +137,7 @@ class Engine:
         with self._lock:
             if self._runner is not None:
                 self._scheduler.fail(JaxserveError("the engine was closed while this request was running"))
+                self._reuse.close()
                 self._runner.close()
                 self._runner = self._scheduler = self._reuse = None
 

@@ -109,6 +109,11 @@ class HostTier:
             except RuntimeError:
                 self.index.drop(item)
 
+    def clear(self) -> None:
+        """Forget everything; its memory is free at once."""
+        for item in self.index.items():
+            self.index.drop(item)
+
     def merge(self, other: "HostTier") -> None:
         """Take what another tier holds, as far as it fits. Buffers are shared, not copied."""
         for match in other.index.ends():

@@ -2,8 +2,8 @@
 
 A row that a request has left remembers its tokens (residency) until another request takes the slot. What
 should outlive that goes to the host tier. Nothing is stored between a request's tokens, except the recurrent
-checkpoints of a long prompt, which exist only while it is fed: the logits at the end of a prompt are copied on
-the device, and stored with the rest once the request is over.
+checkpoints of a long prompt, which exist only while it is fed: the logits at the end of a prompt are copied
+on the device, and stored with the rest once the request is over.
 """
 
 import dataclasses
@@ -84,6 +84,12 @@ class Reuse:
         self._leftovers.clear()
         if self.tier is not None:
             self.tier.settle()
+
+    def close(self) -> None:
+        """Give the host memory back."""
+        self._leftovers.clear()
+        if self.tier is not None:
+            self.tier.clear()
 
     # -- before a request runs
 

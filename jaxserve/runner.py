@@ -273,7 +273,7 @@ class Runner:
 def _compile(lowerings: dict, progress: Progress | None) -> dict:
     """Lower one program after the other; XLA compiles them beside each other, outside Python's lock."""
     done, compiled = 0, {}
-    with ThreadPoolExecutor(max_workers=max(1, min(4, os.cpu_count() or 1))) as pool:
+    with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
         waiting = {
             name: pool.submit(lambda lowered: lowered.compile(), lower()) for name, lower in lowerings.items()
         }

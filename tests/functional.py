@@ -1,4 +1,4 @@
-"""The functional layer on two tiny models: a step is compiled once per process, for all tests that call it."""
+"""The functional layer on two tiny models: each step is compiled once, for all tests that call it."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ MODELS = ("attention", "hybrid")
 
 @functools.cache
 def model(kind: str) -> tuple[jaxserve.Weights, jaxserve.ModelConfig]:
-    """A two-layer llama, or a gated-delta and an attention layer of qwen35 (all eight compile for minutes)."""
+    """A two-layer llama, or a gated-delta and an attention layer of qwen35 (all eight take minutes)."""
     if kind == "attention":
         return tiny_weights("llama-f32")
     weights, config = tiny_weights("qwen35-bf16")

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxserve.gguf.reader import open_gguf
 
+DATA = Path(__file__).parent / "data"
 ARCHITECTURES = ("qwen3moe", "qwen35", "qwen35moe", "qwen3next")
 MIN_WEIGHT_SUM = 2.0**-14
 
@@ -308,3 +309,25 @@ def byte_alphabet() -> list[str]:
     character = {byte: chr(byte) for byte in printable}
     character |= {byte: chr(256 + n) for n, byte in enumerate(hidden)}
     return [character[byte] for byte in range(256)]
+
+
+# -- a long prompt: a minute in NumPy, so its logits are kept under tests/data
+
+LONG_MODEL = "qwen35-256-q4_k_m"
+LONG_REFERENCE = DATA / "long_hybrid.npz"
+
+
+def long_prompt() -> np.ndarray:
+    """8,192 random tokens."""
+    return np.random.default_rng(0).integers(0, 384, size=8192)
+
+
+def write_long_reference() -> None:
+    """Keep the logits of the last 16 positions up to 256, 1,024, 4,096 and 8,192 tokens."""
+    logits, _ = Hybrid(DATA / "tiny" / f"{LONG_MODEL}.gguf").forward(long_prompt())
+    positions = np.concatenate([np.arange(end - 16, end) for end in (256, 1024, 4096, 8192)])
+    np.savez_compressed(LONG_REFERENCE, positions=positions, logits=logits[positions].astype(np.float32))
+
+
+if __name__ == "__main__":
+    write_long_reference()

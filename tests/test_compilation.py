@@ -69,6 +69,7 @@ def test_200_requests_of_all_lengths_and_options_compile_nothing_and_leave_no_ar
 
     with Compilations() as compilations, jax.no_tracing(True):
         serve(1)
+        serve(16)  # with log-probabilities: a mailbox that was read has two views
         arrays = len(jax.live_arrays())
         for length in range(1, 201):
             serve(length)

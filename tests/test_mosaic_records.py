@@ -219,11 +219,7 @@ def test_a_plan_covers_the_matrix_in_one_wave(name, shape):
     assert (p.groups - 1) * p.tiles < row_tiles <= p.groups * p.tiles
     assert (p.splits - 1) * p.chunks < chunks <= p.splits * p.chunks
     assert p.row_warps * p.chunks <= 16
-    assert (
-        p.warps * p.stages * record <= plan.RING_BYTES
-        and p.stages == min(2, p.tiles_per_warp)
-        or p.stages == 3
-    )
+    assert p.warps * p.stages * record <= plan.RING_BYTES and p.stages >= min(2, p.tiles_per_warp)
 
 
 def test_the_order_of_summation_does_not_depend_on_the_number_of_experts():

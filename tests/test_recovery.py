@@ -25,7 +25,7 @@ def engine(request):
 
 
 def break_once(engine, monkeypatch, kind: str, effect, runs: int = 0) -> None:
-    """After `runs` runs of a kind of program, the effect comes right behind the next: its state is donated."""
+    """After `runs` runs of a kind of program the effect comes right after the next: its state is donated."""
     left = [runs]
 
     def wrapped(program):

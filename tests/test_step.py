@@ -1,7 +1,6 @@
-"""The functional layer: every slot for itself, bit for bit; the same answer however a prompt is cut
-or a step run.
-"""
+"""The functional layer: every slot for itself, bit for bit; one answer however a prompt is cut or stepped."""
 
+import contextlib
 import functools
 
 import jax

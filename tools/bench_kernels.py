@@ -109,9 +109,9 @@ def cases(
     dense = mosaic.unpack(type_name, some, k)
     whole = jnp.resize(some, (n // ROWS, *some.shape[1:]))
     if stack:  # expert e begins e row tiles further on
-        whole = jnp.stack([jnp.roll(whole, -e, 0) for e in range(stack[0])])
+        whole = whole[(np.arange(stack[0])[:, None] + np.arange(n // ROWS)) % (n // ROWS)]
     count = 1 if stack else min(MAX_COPIES, int(ROTATED_BYTES // whole.nbytes) + 2)
-    copies = [whole, *(jnp.roll(whole, i, 0) for i in range(1, count))]
+    copies = [whole, *(jnp.roll(whole, jnp.int32(i), 0) for i in range(1, count))]  # one program for all
     found = []
     for r in rows:
         noise = jax.random.normal(jax.random.key(r), (r, k)) * jnp.exp(

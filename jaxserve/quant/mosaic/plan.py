@@ -41,7 +41,7 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        """Slots of a warp's ring; more only delay a short run."""
+        """Slots of a warp's ring; more only delay a short run and gain a long one nothing."""
         fitting = RING_BYTES // (self.warps * self.record_bytes)
         return max(1, min(3 if self.tiles_per_warp > 8 else 2, self.tiles_per_warp, fitting))
 
