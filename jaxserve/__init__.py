@@ -23,6 +23,7 @@ from jaxserve.models.weights import Weights, load_weights
 from jaxserve.params import SamplingParams
 from jaxserve.results import Completion, PhaseTimings, Piece, TokenLogprobs
 from jaxserve.sampling import Options, options
+from jaxserve.session import Session
 from jaxserve.state import State, init_state
 from jaxserve.step import admit, decode, peek, prefill
 from jaxserve.text.chat import render_chat_template
@@ -43,6 +44,7 @@ __all__ = [
     "PhaseTimings",
     "Piece",
     "SamplingParams",
+    "Session",
     "State",
     "Stream",
     "TokenLogprobs",

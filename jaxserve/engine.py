@@ -29,6 +29,7 @@ from jaxserve.results import Completion, Piece
 from jaxserve.reuse import Reuse
 from jaxserve.runner import Progress, Runner
 from jaxserve.scheduler import Scheduler
+from jaxserve.session import Session
 from jaxserve.state import nbytes, state_nbytes
 from jaxserve.text.stream import TextStream
 from jaxserve.timing import PhaseLog
@@ -230,6 +231,10 @@ class Engine:
                 if not request.done:
                     self._cancel(request, 0)
             raise
+
+    def session(self, **template_variables) -> Session:
+        """A conversation of several turns; the variables go to the chat template."""
+        return Session(self._open(), **template_variables)
 
     def logits(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Teacher-forced logits f32 [n, V] of every position. Touches no slot."""
