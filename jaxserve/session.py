@@ -1,4 +1,4 @@
-"""A conversation that remembers itself. Its state is wherever prefix reuse finds it: this holds tokens and text."""
+"""A conversation that remembers itself: tokens and text. Its state is wherever prefix reuse finds it."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class Session:
     """Turns of one conversation, in messages or in token ids.
 
-    What was said before costs nothing as long as a slot or the host tier holds it. `rewind` forgets turns; the
-    next one then begins from the prefix that is left.
+    What was said before costs nothing as long as a slot or the host tier holds it. `rewind` forgets turns;
+    the next one then begins from the prefix that is left.
     """
 
     def __init__(self, engine: "Engine", **template_variables):

@@ -9,12 +9,14 @@ meets all alike; first on an idle host, then with every core kept busy. The last
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
 import statistics
 import time
 import warnings
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -40,13 +42,15 @@ def first_token(engine: jaxserve.Engine, prompt: list[int]) -> tuple[float, jaxs
     return times[0], done
 
 
-def measure(engine: jaxserve.Engine, off: jaxserve.Engine, length: int, repetitions: int) -> dict:
+def measure(
+    engine: jaxserve.Engine, off: jaxserve.Engine, length: int, repetitions: int, seeds: Iterator[int]
+) -> dict:
     """Median and extreme seconds per route, and how often a warm route was not the one meant."""
     seconds, missed = {name: [] for name in (*ROUTES, "off")}, 0
     vocabulary = engine.config.vocab_size
-    for repetition in range(repetitions):
-        prompt, similar = prompts(length, vocabulary, seed=1000 * length + repetition)
-        other, _ = prompts(length, vocabulary, seed=7 + 1000 * length + repetition)
+    for _ in range(repetitions):
+        prompt, similar = prompts(length, vocabulary, next(seeds))
+        other, _ = prompts(length, vocabulary, next(seeds))
         turns = [("cold", prompt), ("resident", prompt), ("partial", similar), ("cold", other)]
         for name, ids in (*turns, ("restored", prompt), ("off", prompt)):
             taken, done = first_token(off if name == "off" else engine, ids)
@@ -82,12 +86,13 @@ def main() -> None:
     lengths = [int(length) for length in args.lengths.split(",")]
     context = args.context or max(64, max(lengths) + TAIL)
     warnings.filterwarnings("ignore", message="context=")
+    seeds = itertools.count()  # no prompt comes twice by itself
     shape = {"context": context, "kv_dtype": args.kv_dtype}
     with (
         jaxserve.Engine.load(args.model, **shape) as engine,
         jaxserve.Engine.load(args.model, residency=False, prefix_bytes=0, **shape) as off,
     ):
-        measure(engine, off, lengths[-1], 1)  # everything has run once
+        measure(engine, off, lengths[-1], 1, seeds)  # everything has run once
         results = {}
         for host in ("idle",) if args.idle_only else ("idle", "busy"):
             spinners = []
@@ -100,7 +105,7 @@ def main() -> None:
                 print(f"{host} host, {jax.devices()[0].device_kind}: median ms to the first token")
                 print(f"{'tokens':>8}" + "".join(f"{name:>10}" for name in (*ROUTES, "off", "missed")))
                 for length in lengths:
-                    row = results[f"{host} {length}"] = measure(engine, off, length, args.repetitions)
+                    row = results[f"{host} {length}"] = measure(engine, off, length, args.repetitions, seeds)
                     cells = "".join(f"{1e3 * row[name]['median']:>10.2f}" for name in (*ROUTES, "off"))
                     print(f"{length:>8}{cells}{row['missed']:>10}", flush=True)
             finally:
