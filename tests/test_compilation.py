@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxserve
-from jaxserve import SamplingParams, step
+from jaxserve import SamplingParams, snapshot, step
 from jaxserve.buckets import Buckets
 from jaxserve.state import abstract_memory, abstract_state, nbytes
 from tests.engines import scripted, tiny_weights
@@ -93,12 +93,17 @@ def test_two_slots_compile_nothing_either():
     assert not compilations.events
 
 
-@pytest.mark.parametrize(("slots", "limit"), [(1, 16), (64, 40)])
+@pytest.mark.parametrize(("slots", "limit"), [(1, 16), (64, 40)])  # beside at most 11 for rows as values
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_an_engine_has_few_programs(slots, limit, platform):
     buckets = Buckets.of(4096, slots, platform)
     prefills, decodes = 2 * len(buckets.chunks), 2 * len(buckets.lanes) * len(buckets.reaches)
     assert prefills + decodes + len(["admit", "halt", "score", "peek", "peek wide"]) <= limit
+    config = model("hybrid")[1]
+    shape = dict(slots=slots, context=4096)
+    block, recurrent = snapshot.abstract_block(config), snapshot.abstract_recurrent(config)
+    rows = snapshot.lowerings(abstract_state(config, **shape), block, recurrent, reaches=buckets.reaches)
+    assert len(rows) <= 11
 
 
 def test_an_engine_has_the_programs_its_buckets_say():
