@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-KEY_BLOCK = 512  # keys a prefill chunk scores at a time: the full score matrix never exists
+KEY_BLOCK = 256  # keys a prefill chunk scores at a time: the full score matrix never exists
 HIGHEST = lax.Precision.HIGHEST
 
 
