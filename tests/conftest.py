@@ -1,4 +1,8 @@
-"""GPU tests run where a GPU is, and are skipped with a reason everywhere else."""
+"""GPU tests run where a GPU is, and are skipped with a reason everywhere else; a module's programs go with it."""
+
+import functools
+import gc
+from collections.abc import Iterator
 
 import jax
 import pytest
@@ -10,3 +14,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         skip = pytest.mark.skip(reason=f"needs a GPU, JAX runs on {jax.default_backend()}: tools/test --gpu")
         for item in marked:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def release_programs() -> Iterator[None]:
+    """Forget cached engines and programs after each module: every XLA:CPU program maps pages of its own, and
+    thousands of them run into the kernel's limit of 65,530 maps, where XLA crashes.
+    """
+    yield
+    for cached in gc.get_objects():
+        if isinstance(cached, functools._lru_cache_wrapper) and cached.__module__.startswith("tests."):
+            cached.cache_clear()
+    jax.clear_caches()
+    gc.collect()

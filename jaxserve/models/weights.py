@@ -120,8 +120,12 @@ def resolve_mode(weights: str, file: GGUFFile) -> str:
 
 
 def free_host_memory() -> int:
-    """Bytes the host could still hand out."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes the host could still hand out, reclaimable caches included where the system tells."""
+    try:
+        with open("/proc/meminfo") as table:
+            return next(int(line.split()[1]) * 1024 for line in table if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class _Loader:
