@@ -1,4 +1,4 @@
-"""GPU tests run where a GPU is, and are skipped with a reason everywhere else; a module's programs go with it."""
+"""GPU tests are skipped with a reason where no GPU is; a module's programs are released after it."""
 
 import functools
 import gc
