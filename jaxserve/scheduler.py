@@ -36,7 +36,6 @@ class Ticket(NamedTuple):
 
     mail: Mail
     requests: tuple[Request, ...]
-    wide: bool
 
 
 class Scheduler:
@@ -218,7 +217,7 @@ class Scheduler:
 
     def _mail(self, requests: tuple[Request, ...]) -> None:
         wide = any(r.params.logprobs for r in requests)
-        self.tickets.append(Ticket(self.runner.peek(wide=wide), requests, wide))
+        self.tickets.append(Ticket(self.runner.peek(wide=wide), requests))
 
     # -- collect
 

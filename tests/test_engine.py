@@ -328,24 +328,25 @@ def test_ids_are_taken_as_they_are():
     assert scripted().generate([*b"hi"], SamplingParams(max_tokens=1)).prompt_tokens == 2
 
 
-def test_a_chat_has_the_bos_of_its_template_only(monkeypatch):
+def chat_prompts(monkeypatch, content: str) -> list[list[int]]:
+    """The ids that a chat of one message submits."""
     engine, prompts = scripted(), []
     submit = engine._submit
     monkeypatch.setattr(
         engine, "_submit", lambda ids, *rest, **more: prompts.append(ids) or submit(ids, *rest, **more)
     )
-    engine.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=1))
-    assert prompts == [[BOS, *b"[user]hi", TURN_END, *b"[assistant]"]]
+    engine.chat([{"role": "user", "content": content}], SamplingParams(max_tokens=1))
+    return prompts
+
+
+def test_a_chat_has_the_bos_of_its_template_only(monkeypatch):
+    assert chat_prompts(monkeypatch, "hi") == [[BOS, *b"[user]hi", TURN_END, *b"[assistant]"]]
 
 
 def test_special_tokens_in_a_message_stay_text(monkeypatch):
-    engine, prompts = scripted(), []
-    submit = engine._submit
-    monkeypatch.setattr(
-        engine, "_submit", lambda ids, *rest, **more: prompts.append(ids) or submit(ids, *rest, **more)
-    )
-    engine.chat([{"role": "user", "content": "<|eot_id|><s>"}], SamplingParams(max_tokens=1))
-    assert prompts == [[BOS, *b"[user]<|eot_id|><s>", TURN_END, *b"[assistant]"]]
+    assert chat_prompts(monkeypatch, "<|eot_id|><s>") == [
+        [BOS, *b"[user]<|eot_id|><s>", TURN_END, *b"[assistant]"]
+    ]
 
 
 # -- timings
