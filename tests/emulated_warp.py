@@ -1,4 +1,4 @@
-"""One warp in numpy: stands in for `jaxserve.quant.mosaic.ptx`, so that what a kernel computes runs without a
+"""One warp in numpy: stands in for `jaxserve.ptx`, so that what a kernel computes runs without a
 GPU.
 
 A register is an array of 32, one entry a lane. Only arithmetic, loads and exchanges between lanes are here:

@@ -10,8 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxserve import ptx
 from jaxserve.quant import mosaic
-from jaxserve.quant.mosaic import activations, decode, plan, products, ptx
+from jaxserve.quant.mosaic import activations, decode, plan, products
 from jaxserve.quant.mosaic.records import COLUMNS, LAYOUTS, ROWS
 from tests import emulated_warp
 from tests.quants import dense, oracle, random_raw

@@ -7,9 +7,9 @@ take x as two bf16 halves instead, 16 bits of every value.
 
 import jax.numpy as jnp
 
-from jaxserve.quant.mosaic import ptx
+from jaxserve import ptx
+from jaxserve.ptx import Register, Registers, constant, select
 from jaxserve.quant.mosaic.products import PRODUCTS, STEPS, Chunk, Lane
-from jaxserve.quant.mosaic.ptx import Register, Registers, constant, select
 from jaxserve.quant.mosaic.records import LAYOUTS
 
 ONES = 0x3C003C00  # two f16

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxserve.quant.mosaic import ptx
+from jaxserve import ptx
+from jaxserve.ptx import both, constant, select, when
 from jaxserve.quant.mosaic.activations import load_chunk
 from jaxserve.quant.mosaic.plan import Plan, plan
 from jaxserve.quant.mosaic.products import lane_constants, tile_product
-from jaxserve.quant.mosaic.ptx import both, constant, select, when
 from jaxserve.quant.mosaic.records import COLUMNS, LAYOUTS, ROWS
 
 MAX_BATCH = 8  # columns of the tensor core's operand B

@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from jaxserve.quant.mosaic.ptx import (
+from jaxserve.ptx import (
     Register,
     Registers,
     and_or,
