@@ -134,31 +134,24 @@ def test_taken_rows_of_a_plain_matrix_are_float32():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("lead", [(), (3,)])
-def test_concatenated_matrices_are_stacked_along_rows_and_split_again(layout, lead):
+def test_concatenated_matrices_are_stacked_along_rows(layout, lead):
     raws = [random_raw("Q8_0", (*lead, n, 64), seed=n) for n in (16, 8)]
     parts = [packed(raw, "Q8_0", layout) for raw in raws]
     whole = quant.concatenate_rows(parts)
     assert whole.shape == (*lead, 24, 64)
     assert_same_bits(jax.jit(quant.dequantise)(whole), dense(np.concatenate(raws, -2), "Q8_0"))
-    for cut, part in zip(quant.split_rows(whole, (16, 8)), parts, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, cut, part)
 
 
-def test_plain_matrices_concatenate_and_slice_too():
+def test_plain_matrices_concatenate_too():
     a, b = jnp.ones((2, 4), jnp.float16), jnp.zeros((1, 4), jnp.float16)
     whole = quant.concatenate_rows([a, b])
     assert whole.shape == (3, 4) and whole.dtype == jnp.float16
-    np.testing.assert_array_equal(quant.rows(whole, 2, 3), b)
+    np.testing.assert_array_equal(whole[2:], b)
 
 
 def test_matrices_of_different_types_do_not_concatenate():
     with pytest.raises(ValueError, match="Q4_0.*Q8_0|Q8_0.*Q4_0"):
         quant.concatenate_rows([packed(random_raw(name, (8, 64)), name, "rows") for name in ("Q4_0", "Q8_0")])
-
-
-def test_sizes_that_do_not_add_up_are_refused():
-    with pytest.raises(ValueError, match="add up to 7 rows, the matrix has 8"):
-        quant.split_rows(jnp.zeros((8, 4)), (4, 3))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from jaxserve.ops import moe
+from jaxserve.ops.activation import ACTIVATIONS
 from jaxserve.quant.packed import pack
 
 T, E, X, FE, USED = 11, 16, 6, 8, 3
 LOOPS_AND_SORTS = ("stablehlo.sort", "top_k", "stablehlo.while")
+OTHER_ACTIVATIONS = {"tanh": jnp.tanh, "relu": jax.nn.relu}
 FORMS = {form.__name__: form for form in (moe.moe_decode, moe.moe_prefill)}
 each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 route = jax.jit(moe.route, static_argnums=2)
@@ -44,7 +46,13 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
-def run(form, model, weights, experts, *, fused=False, activation=jax.nn.silu):
+@pytest.fixture(autouse=True)
+def other_activations(monkeypatch):
+    for name, function in OTHER_ACTIVATIONS.items():
+        monkeypatch.setitem(ACTIVATIONS, name, function)
+
+
+def run(form, model, weights, experts, *, fused=False, activation="silu"):
     gate_up = model["gate"], model["up"]
     gate_up = (np.concatenate(gate_up, axis=1),) if fused else gate_up
     matrices = [tuple(jnp.asarray(w) for w in parts) for parts in (gate_up, (model["down"],))]
@@ -120,9 +128,7 @@ def test_routing_has_no_sort_and_no_loop(model):
 def test_decode_has_no_sort_and_no_loop(model):
     weights, experts = reference_route(model["x"], model["router"], USED)
     matrices = (model["gate"], model["up"]), (model["down"],)
-    lowered = jax.jit(lambda *a: moe.moe_decode(*a, jax.nn.silu)).lower(
-        model["x"], weights, experts, *matrices
-    )
+    lowered = jax.jit(lambda *a: moe.moe_decode(*a, "silu")).lower(model["x"], weights, experts, *matrices)
     assert not any(op in lowered.as_text() for op in LOOPS_AND_SORTS)
 
 
@@ -139,7 +145,7 @@ def test_experts_equal_the_dense_form(model, form, fused):
 @each_form
 def test_another_activation_is_applied_to_the_gate(model, form):
     weights, experts = reference_route(model["x"], model["router"], USED)
-    out = run(form, model, weights, experts, activation=jnp.tanh)
+    out = run(form, model, weights, experts, activation="tanh")
     exact = reference(model, weights, experts, np.tanh)
     np.testing.assert_allclose(out, exact, rtol=1e-4, atol=1e-5 * np.abs(exact).max())
 
@@ -188,9 +194,9 @@ def test_outputs_are_summed_in_selection_order(model, form):
         model[name][:] = model[name][0]
     experts = np.broadcast_to(np.array([5, 0, 2], np.int32), (T, 3))
     weights = np.broadcast_to(np.array([2.0**28, -(2.0**28), 1.0], np.float32), (T, 3))
-    alone = run(form, model, weights[:, 2:], experts[:, 2:], activation=jax.nn.relu)
+    alone = run(form, model, weights[:, 2:], experts[:, 2:], activation="relu")
     assert np.abs(alone).max() > 1
-    np.testing.assert_array_equal(run(form, model, weights, experts, activation=jax.nn.relu), alone)
+    np.testing.assert_array_equal(run(form, model, weights, experts, activation="relu"), alone)
 
 
 @each_form
@@ -207,7 +213,7 @@ def test_packed_experts_equal_their_dequantised_values(form, layout):
     weights, experts = reference_route(model["x"], rng.normal(size=(X, 32)), USED)
     packed = {name: pack(jnp.asarray(bytes_), "Q8_0", layout) for name, bytes_ in raw.items()}
     matrices = (packed["gate"], packed["up"]), (packed["down"],)
-    out = jax.jit(form, static_argnums=5)(model["x"], weights, experts, *matrices, jax.nn.silu)
+    out = jax.jit(form, static_argnums=5)(model["x"], weights, experts, *matrices, "silu")
     exact = reference(model, weights, experts, silu)
     bound = 1e-2 if layout == "rows" and form is moe.moe_prefill else 1e-5  # bf16 products on tensor cores
     assert np.linalg.norm(out - exact) < bound * np.linalg.norm(exact)

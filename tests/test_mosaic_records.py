@@ -103,23 +103,33 @@ def warp(monkeypatch):
     return emulated_warp
 
 
-def emulated_product(monkeypatch, name, x, records, k):
-    """What one warp computes for each row tile and chunk, summed over chunks."""
+def emulated_product(monkeypatch, name, x, records, k, gain=None):
+    """What one warp computes for each row tile and chunk, summed over chunks; with a norm's gain also Σx² of
+    every row.
+    """
     lane = emulated_warp.constant(0) + emulated_warp.Register(np.arange(32, dtype=np.uint32))
     lanes = products.lane_constants(name, lane)
     batch = len(x)
     column = emulated_warp.select(lanes.g < batch, lanes.g, emulated_warp.constant(batch - 1))
     # what lies beyond a row's end must not matter
-    padded = np.concatenate([np.asarray(x).reshape(-1), np.full(COLUMNS, np.nan, x.dtype)])
+    beyond = np.full(COLUMNS, np.nan, x.dtype)
+    gains = [] if gain is None else [gain, beyond]
+    padded = np.concatenate([np.asarray(x).reshape(-1), beyond, *gains])
     monkeypatch.setattr(ptx, "load_global", emulated_warp.memory(padded))
+    squares = np.zeros(batch)
     y = np.zeros((batch, records.shape[0] * ROWS), np.float32)
     chunks = records.shape[1]
     for chunk in range(chunks):
         address = (column * k + chunk * COLUMNS + lanes.t * 4) * x.dtype.itemsize
         is_whole = emulated_warp.Register(np.full(32, chunk < chunks - 1))
-        xs, inverse = activations.load_chunk(
-            name, address, x.dtype, k - (chunks - 1) * COLUMNS, is_whole, lanes
+        gain_address = None
+        if gain is not None:
+            gain_address = (lanes.t * 4 + chunk * COLUMNS + batch * k + COLUMNS) * 4
+        xs, inverse, share = activations.load_chunk(
+            name, address, gain_address, x.dtype, k - (chunks - 1) * COLUMNS, is_whole, lanes
         )
+        if gain is not None:
+            squares += share.lanes.reshape(8, 4).sum(1)[:batch]
         for tile, record in enumerate(records[:, chunk]):
             monkeypatch.setattr(products, "load_shared", emulated_warp.memory(record))
             c = products.tile_product(name, emulated_warp.constant(0), xs, lanes)
@@ -128,7 +138,7 @@ def emulated_product(monkeypatch, name, x, records, k):
                 undo = 1 if inverse is None else inverse.lanes[4 * columns]
                 here = columns < batch
                 y[columns[here], tile * ROWS + rows[here]] += (c[i].lanes * undo)[here]
-    return y
+    return y if gain is None else (y, squares)
 
 
 def error(y, x, w):
@@ -145,6 +155,17 @@ def test_a_warps_product_is_exact_but_for_x_in_half_precision(name, dtype, warp,
     x = np.asarray(jnp.asarray(x, dtype))
     y = emulated_product(monkeypatch, name, x, np.asarray(mosaic.pack(name, raw)), COLUMNS)
     assert error(y, x, dense(raw, name)) < (1e-4 if name == "BF16" else 6e-4)
+
+
+@pytest.mark.parametrize("k", [2 * COLUMNS, COLUMNS + 32])
+@pytest.mark.parametrize("name", ["Q8_0", "BF16"])
+def test_a_norms_gain_is_multiplied_in_and_the_squares_are_summed(name, k, warp, monkeypatch):
+    raw = raw_matrix(name, ROWS, k)
+    rng = np.random.default_rng(1)
+    x, gain = rng.standard_normal((3, k)).astype(np.float32), rng.standard_normal(k).astype(np.float32)
+    y, squares = emulated_product(monkeypatch, name, x, np.asarray(mosaic.pack(name, raw)), k, gain)
+    assert error(y, x * gain, dense(raw, name)) < 6e-4
+    np.testing.assert_allclose(squares, (x.astype(np.float64) ** 2).sum(1), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", TYPES)

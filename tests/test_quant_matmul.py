@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from jaxserve import quant
-from jaxserve.quant import multiply
+from jaxserve.quant import plain
 from jaxserve.quant.formats import FORMATS
 from tests.quants import LAYOUTS, dense, packed, random_raw, relative_error
 
 EXACT, TENSOR_CORE = 1e-5, 3e-3  # relative error of f32 and of bf16 products
-MANY = multiply.FEW_ROWS + 1
+MANY = plain.FEW_ROWS + 1
 GROUPS = [(0, 65, 0, 128, 3), (150, 0, 0, 0, 0), (0, 0, 0, 0, 150), (9, 9, 9, 9, 9), (1, 0, 1, 0, 0)]
 
 
@@ -72,7 +72,7 @@ def test_plain_matrices_multiply_exactly_on_cpu(dtype):
 
 @pytest.mark.parametrize("kind", ["packed", "plain"])
 def test_a_matrix_larger_than_a_tile_is_multiplied_tile_by_tile(kind, monkeypatch):
-    monkeypatch.setattr(multiply, "TILE_ELEMENTS", 40 * 512)
+    monkeypatch.setattr(plain, "TILE_ELEMENTS", 40 * 512)
     raw, x = random_raw("Q4_1", (96, 512)), gaussian(3, 512)  # tiles of 40, 40 and 16 rows
     values = dense(raw, "Q4_1").astype(jnp.bfloat16)
     w = on_cpu(packed(raw, "Q4_1", "columns") if kind == "packed" else values)

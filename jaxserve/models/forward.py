@@ -23,8 +23,6 @@ from jaxserve.ops.norm import rms_norm
 from jaxserve.ops.rope import rope_tables
 from jaxserve.state import Memory
 
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu": lambda x: jax.nn.gelu(x, approximate=True)}
-
 
 def hidden_states(
     weights: Weights, memory: Memory, tokens: jax.Array, span: Span, *, config: ModelConfig, reach: int
@@ -60,7 +58,7 @@ def hidden_states(
 def logits(weights: Weights, x: jax.Array, *, config: ModelConfig) -> jax.Array:
     """Output norm and head.   x: f32 [..., E] → f32 [..., V]"""
     with jax.named_scope("lm_head"):
-        out = quant.matmul(rms_norm(x, weights.output_norm, config.norm_eps), weights.head)
+        out = quant.matmul(x, weights.head, norm=quant.Norm(weights.output_norm, config.norm_eps))
         if weights.output_bias is not None:
             out = out + weights.output_bias
         if config.logit_softcap:
@@ -73,48 +71,53 @@ def _shared(layer: Layer) -> Layer:
 
 
 def _layer(w, memory, x, span, rope, rank, *, config: ModelConfig, layer: Layer, reach: int):
-    norm = lambda x, name: rms_norm(x, w[name], config.norm_eps) if name in w else x  # noqa: E731
-    with jax.named_scope("norm"):
-        h = norm(x, "attn_norm")
-    if layer.kind == "attention":
-        with jax.named_scope("attention"):
-            memory, h = attention(
-                w, memory, h, span, rope, rank, config=config, window=layer.window, reach=reach
-            )
-    else:
-        with jax.named_scope("delta"):
-            memory, h = delta_net(w, memory, h, span, rank, config=config)
-    with jax.named_scope("norm"):
-        x = x + norm(h, "attn_post_norm")
-        h = norm(x, "ffn_norm")
-    with jax.named_scope("moe" if layer.experts else "mlp"):
-        h = (_experts if layer.experts else _mlp)(w, h, config)
-    with jax.named_scope("norm"):
-        return memory, x + norm(h, "ffn_post_norm")
+    # A norm goes into the product that reads it and the residual into the one that ends a branch, unless a
+    # post-norm stands between.
+    def ended(name, branch):
+        if name not in w:
+            return branch(x)
+        with jax.named_scope("norm"):
+            return x + rms_norm(branch(None), w[name], config.norm_eps)
+
+    def mixer(residual):
+        nonlocal memory
+        if layer.kind == "attention":
+            with jax.named_scope("attention"):
+                memory, h = attention(
+                    w, memory, x, span, rope, rank,
+                    config=config, window=layer.window, reach=reach, residual=residual,
+                )  # fmt: skip
+        else:
+            with jax.named_scope("delta"):
+                memory, h = delta_net(w, memory, x, span, rank, config=config, residual=residual)
+        return h
+
+    def ffn(residual):
+        with jax.named_scope("moe" if layer.experts else "mlp"):
+            return (_experts if layer.experts else _mlp)(w, x, config, residual)
+
+    x = ended("attn_post_norm", mixer)
+    x = ended("ffn_post_norm", ffn)
+    return memory, x
 
 
 _block = jax.jit(_layer, static_argnames=("config", "layer", "reach"))
 
 
-def _mlp(w: dict, h: jax.Array, config: ModelConfig) -> jax.Array:
-    gated = _gated(project(h, w["gate_up"], w.get("gate_up_bias")), config)
-    return project(gated, w["down"], w.get("down_bias"))
+def _mlp(w: dict, x: jax.Array, config: ModelConfig, residual: jax.Array | None) -> jax.Array:
+    norm = quant.Norm(w["ffn_norm"], config.norm_eps)
+    h = project(x, w["gate_up"], w.get("gate_up_bias"), norm=norm, activation=config.activation)
+    return project(h, w["down"], w.get("down_bias"), residual=residual)
 
 
-def _gated(both: jax.Array, config: ModelConfig) -> jax.Array:
-    gate, up = jnp.split(both, 2, axis=-1)
-    return ACTIVATIONS[config.activation](gate) * up
-
-
-def _experts(w: dict, h: jax.Array, config: ModelConfig) -> jax.Array:
+def _experts(w: dict, x: jax.Array, config: ModelConfig, residual: jax.Array | None) -> jax.Array:
+    h = rms_norm(x, w["ffn_norm"], config.norm_eps)
     flat = h.reshape(-1, h.shape[-1])
     chosen = moe.route(flat, w["router"], config.experts.used)
     run = moe.moe_decode if h.shape[1] == 1 else moe.moe_prefill
-    out = run(flat, *chosen, w["experts_gate_up"], w["experts_down"], ACTIVATIONS[config.activation]).reshape(
-        h.shape
-    )
-    if not config.experts.shared:
-        return out
-    shared = project(_gated(project(h, w["shared_gate_up"]), config), w["shared_down"])
-    gate = jnp.einsum("bte,e->bt", h, w["shared_gate"], precision=jax.lax.Precision.HIGHEST)
-    return out + shared * jax.nn.sigmoid(gate)[..., None]
+    out = run(flat, *chosen, w["experts_gate_up"], w["experts_down"], config.activation).reshape(h.shape)
+    if config.experts.shared:
+        shared = project(project(h, w["shared_gate_up"], activation=config.activation), w["shared_down"])
+        gate = jnp.einsum("bte,e->bt", h, w["shared_gate"], precision=jax.lax.Precision.HIGHEST)
+        out = out + shared * jax.nn.sigmoid(gate)[..., None]
+    return out if residual is None else residual + out

@@ -28,17 +28,29 @@ class Span(NamedTuple):
     count: jax.Array  # [B] i32   0: an inactive row, nothing is written
 
 
-def project(x: jax.Array, parts: tuple, bias: jax.Array | None = None) -> jax.Array:
-    """x @ Wᵀ for the matrices of one projection, outputs side by side.   x: f32 [..., K] → f32 [..., N]"""
-    out = [quant.matmul(x, part) for part in parts]
-    out = out[0] if len(out) == 1 else jnp.concatenate(out, axis=-1)
-    return out if bias is None else out + bias
+def project(
+    x: jax.Array,
+    parts: tuple,
+    bias: jax.Array | None = None,
+    *,
+    norm: quant.Norm | None = None,
+    activation: str | None = None,
+    residual: jax.Array | None = None,
+) -> jax.Array:
+    """norm(x) @ Wᵀ + bias for the matrices of one projection, outputs side by side; then, where given,
+    activation(first half) · second half, + residual.   x: f32 [..., K] → f32 [..., N]
+    """
+    if len(parts) == 1 and bias is None:
+        return quant.matmul(x, parts[0], norm=norm, activation=activation, residual=residual)
+    out = jnp.concatenate([quant.matmul(x, part, norm=norm) for part in parts], axis=-1)
+    out = quant.gated(out if bias is None else out + bias, activation)
+    return out if residual is None else residual + out
 
 
 def attention(
     w: dict,
     memory: Memory,
-    h: jax.Array,
+    x: jax.Array,
     span: Span,
     rope,
     rank,
@@ -46,16 +58,18 @@ def attention(
     config: ModelConfig,
     window: int,
     reach: int,
+    residual: jax.Array | None,
 ) -> tuple[Memory, jax.Array]:
-    """Project, normalise, rotate, write k and v, attend, project back.   h: f32 [B, T, E] → memory, f32 [B,
-    T, E]
+    """Normalise, project, rotate, write k and v, attend, project back, add `residual`.
 
-    Where q is twice as wide (qwen35, qwen3next) every head holds its query, then its output gate.
+    x, residual: f32 [B, T, E] → memory, f32 [B, T, E]. Where q is twice as wide (qwen35, qwen3next) every
+    head holds its query, then its output gate.
     """
-    batch, length, _ = h.shape
+    batch, length, _ = x.shape
     heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
+    norm = quant.Norm(w["attn_norm"], config.norm_eps)
     with jax.named_scope("qkv"):
-        qkv = project(h, w["qkv"], w.get("qkv_bias"))
+        qkv = project(x, w["qkv"], w.get("qkv_bias"), norm=norm)
         q_size = qkv.shape[-1] - 2 * kv_heads * dim
         q, k, v = jnp.split(qkv, [q_size, q_size + kv_heads * dim], axis=-1)
         q = q.reshape(batch, length, heads, -1)
@@ -69,7 +83,8 @@ def attention(
     )
     if gate is not None:
         out = out * jax.nn.sigmoid(gate)
-    return memory, project(out.reshape(batch, length, heads * dim), w["attn_out"], w.get("attn_out_bias"))
+    out = out.reshape(batch, length, heads * dim)
+    return memory, project(out, w["attn_out"], w.get("attn_out_bias"), residual=residual)
 
 
 def _attend(memory: Memory, q, k, v, span: Span, rank, *, scale: float, window: int, reach: int):
@@ -91,18 +106,26 @@ def _attend(memory: Memory, q, k, v, span: Span, rank, *, scale: float, window: 
 
 
 def delta_net(
-    w: dict, memory: Memory, h: jax.Array, span: Span, rank, *, config: ModelConfig
+    w: dict,
+    memory: Memory,
+    x: jax.Array,
+    span: Span,
+    rank,
+    *,
+    config: ModelConfig,
+    residual: jax.Array | None,
 ) -> tuple[Memory, jax.Array]:
-    """Project, convolve, update the recurrent state, gate, project back.   h: f32 [B, T, E] → memory, f32 [B,
-    T, E]
+    """Normalise, project, convolve, update the recurrent state, gate, project back, add `residual`.
 
-    A row that starts at position 0 starts from a zero state; an inactive row and padding leave theirs as it
-    is.
+    x, residual: f32 [B, T, E] → memory, f32 [B, T, E]. A row that starts at position 0 starts from a zero
+    state; an inactive row and padding leave theirs as it is.
     """
     d = config.delta
-    batch, length, _ = h.shape
+    batch, length, _ = x.shape
+    norm = quant.Norm(w["attn_norm"], config.norm_eps)
     sizes = [d.channels, d.value_heads * d.value_dim, d.value_heads]
-    u, z, b, a = jnp.split(project(h, w["delta_in"]), [sum(sizes[:i]) for i in (1, 2, 3)], axis=-1)
+    projected = project(x, w["delta_in"], norm=norm)
+    u, z, b, a = jnp.split(projected, [sum(sizes[:i]) for i in (1, 2, 3)], axis=-1)
     fresh = span.start == 0
     with jax.named_scope("conv"):
         tail = _read(memory.conv, rank, span.rows, fresh)
@@ -132,7 +155,7 @@ def delta_net(
         conv=_write(memory.conv, tail, rank, span), delta=_write(memory.delta, state, rank, span)
     )
     out = delta.gated_norm(out, z.reshape(out.shape), w["delta_norm"], config.norm_eps)
-    return memory, project(out.reshape(batch, length, -1), w["delta_out"])
+    return memory, project(out.reshape(batch, length, -1), w["delta_out"], residual=residual)
 
 
 def _read(stack: jax.Array, rank, rows: jax.Array, fresh: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from jaxserve.gguf.hyperparameters import read_config, rope_frequencies
 from jaxserve.gguf.reader import GGUFFile, Tensor, open_gguf
 from jaxserve.gguf.tensors import check_tensors
 
-Matrix = quant.Packed | jax.Array
+Matrix = quant.Matrix
 Progress = Callable[[str, int, int], None]
 
 # A projection whose outputs stand side by side: its parts of one ggml type become one matrix, read by one

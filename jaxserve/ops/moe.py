@@ -6,8 +6,6 @@ Decode gathers: it reads the packed weights of the chosen experts and no others.
 token and expert by expert, so that each expert's weights meet all of its tokens in one product.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -43,7 +41,7 @@ def moe_decode(
     experts: jax.Array,
     gate_up: Projection,
     down: Projection,
-    activation: Callable[[jax.Array], jax.Array],
+    activation: str,
 ) -> jax.Array:
     """A few tokens: each chosen expert's matrices are read for its token alone.
 
@@ -53,7 +51,9 @@ def moe_decode(
     tokens, used = experts.shape
     index = experts.reshape(-1)
     pairs = jnp.repeat(x.astype(jnp.float32), used, axis=0)
-    out = _expert_ffn(pairs, gate_up, down, activation, lambda x, w: quant.expert_matmul(x, w, index))
+    out = _expert_ffn(
+        pairs, gate_up, down, activation, lambda x, w, **around: quant.expert_matmul(x, w, index, **around)
+    )
     return _combine(out.reshape(tokens, used, -1), weights)
 
 
@@ -63,7 +63,7 @@ def moe_prefill(
     experts: jax.Array,
     gate_up: Projection,
     down: Projection,
-    activation: Callable[[jax.Array], jax.Array],
+    activation: str,
 ) -> jax.Array:
     """Many tokens: pairs sorted by expert, one grouped product per matrix.   Arguments as in `moe_decode`."""
     tokens, used = experts.shape
@@ -71,7 +71,9 @@ def moe_prefill(
     order = jnp.argsort(index, stable=True)
     sizes = jnp.sum(index[:, None] == jnp.arange(down[0].shape[0]), axis=0, dtype=jnp.int32)
     pairs = jnp.take(x.astype(jnp.float32), order // used, axis=0)
-    out = _expert_ffn(pairs, gate_up, down, activation, lambda x, w: quant.grouped_matmul(x, w, sizes))
+    out = _expert_ffn(
+        pairs, gate_up, down, activation, lambda x, w, **around: quant.grouped_matmul(x, w, sizes, **around)
+    )
     place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size), unique_indices=True)
     return _combine(jnp.take(out, place, axis=0).reshape(tokens, used, -1), weights)
 
@@ -91,11 +93,12 @@ def _top_by_rank(p: jax.Array, used: int) -> tuple[jax.Array, jax.Array]:
     return values, jnp.sum(jnp.where(chosen, index, 0), axis=-1, dtype=jnp.int32)
 
 
-def _expert_ffn(pairs, gate_up: Projection, down: Projection, activation, matmul) -> jax.Array:
+def _expert_ffn(pairs, gate_up: Projection, down: Projection, activation: str, matmul) -> jax.Array:
     """down(activation(gate x) · up x) of every token-expert pair.   pairs: f32 [P, E] → f32 [P, E]"""
-    project = lambda x, parts: jnp.concatenate([matmul(x, w) for w in parts], axis=-1)  # noqa: E731
-    gate, up = jnp.split(project(pairs, gate_up), 2, axis=-1)
-    return project(activation(gate) * up, down)
+    if len(gate_up) == 1:
+        return matmul(matmul(pairs, gate_up[0], activation=activation), down[0])
+    both = jnp.concatenate([matmul(pairs, w) for w in gate_up], axis=-1)
+    return matmul(quant.gated(both, activation), down[0])
 
 
 def _combine(out: jax.Array, weights: jax.Array) -> jax.Array:

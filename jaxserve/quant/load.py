@@ -9,9 +9,14 @@ import ml_dtypes
 import numpy as np
 from gguf import GGMLQuantizationType
 
+from jaxserve import hopper
 from jaxserve.errors import UnsupportedTensorType
+from jaxserve.quant import mosaic
 from jaxserve.quant.formats import FORMATS
-from jaxserve.quant.packed import Matrix, dequantise, pack
+from jaxserve.quant.matrix import Matrix
+from jaxserve.quant.mosaic.records import LAYOUTS
+from jaxserve.quant.packed import pack
+from jaxserve.quant.tiled import tile
 
 PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 # no packed form here: decoded on the host by gguf-py, float16 on the device
@@ -49,23 +54,35 @@ def load_matrix(
         raise UnsupportedTensorType(
             f"{name} has type {type.name}, which cannot be decoded; supported: {known}"
         )
+    if type.name in DECODED:
+        return _decode_on_host(raw, type, np.float32 if mode == "float32" else np.float16, device)
+    if mode == "packed" and _multiplies_tiles(raw, type.name):
+        return _tile(jax.device_put(raw.view(np.uint8), device), type.name)
     if type.name in PLAIN:
         plain = jax.device_put(raw.view(PLAIN[type.name]), device)
         return plain.astype(jnp.float32) if mode == "float32" else plain
-    if type.name in DECODED:
-        return _decode_on_host(raw, type, np.float32 if mode == "float32" else np.float16, device)
     bytes_ = jax.device_put(raw, device)
     (device,) = bytes_.devices()
     layout = "columns" if device.platform == "cpu" else "rows"
     return (_pack if mode == "packed" else _pack_and_dequantise)(bytes_, type.name, layout)
 
 
+def _multiplies_tiles(raw: np.ndarray, type: str) -> bool:
+    """Whether the device has a kernel for the matrix with these bytes u8 [..., N, row bytes]."""
+    if not hopper.is_available() or type not in LAYOUTS:
+        return False
+    layout = LAYOUTS[type]
+    blocks, rest = divmod(raw.shape[-1], layout.nbytes)
+    return rest == 0 and mosaic.supported(type, raw.shape[-2], blocks * layout.block)
+
+
+_tile = jax.jit(tile, static_argnums=1)
 _pack = jax.jit(pack, static_argnums=(1, 2))
 
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _pack_and_dequantise(raw, type, layout):
-    return dequantise(pack(raw, type, layout))
+    return pack(raw, type, layout).dequantised(jnp.float32)
 
 
 def _decode_on_host(raw, type, dtype, device):

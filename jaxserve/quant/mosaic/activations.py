@@ -21,31 +21,44 @@ Pairs = list[Registers]  # f32, two columns each
 
 
 def load_chunk(
-    type_name: str, address: Register, dtype: jnp.dtype, columns: int, is_whole: Register, k: Lane
-) -> tuple[Chunk, Register | None]:
-    """This lane's share of a chunk, and the factor that undoes its scaling (None: not scaled).
+    type_name: str,
+    address: Register,
+    gain: Register | None,
+    dtype: jnp.dtype,
+    columns: int,
+    is_whole: Register,
+    k: Lane,
+) -> tuple[Chunk, Register | None, Register | None]:
+    """This lane's share of a chunk, the factor that undoes its scaling (None: not scaled), and Σx² of the
+    share where the chunk is multiplied by a norm's gain (None: it is not).
 
-    address: of column 4t of a row's chunk. Columns from `columns` on exist only where `is_whole`;
-    elsewhere they are zeros.
+    address: of column 4t of a row's chunk; gain: of the same column of an f32 [K], for f32 activations.
+    Columns from `columns` on exist only where `is_whole`; elsewhere they are zeros.
     """
-    words = _load(address, dtype, columns, is_whole)
-    if type_name == "BF16":
-        return Chunk(*_bf16_halves(words, dtype), [], []), None
-    codes, inverse = _scaled_f16(words, dtype)
-    return Chunk(codes, [], *_sums(type_name, codes, k)), inverse
-
-
-def _load(address, dtype, columns, is_whole) -> Registers:
-    """Per step, four columns: two words of 16-bit floats, or four of f32."""
-    words = []
+    words, squares = [], [constant(0.0)] * 4
     for step in range(STEPS):
-        offset, count = 16 * step * dtype.itemsize, dtype.itemsize
-        if 16 * step < columns:
-            words += ptx.load_global(address, offset, count)
-        else:
-            at = select(is_whole, address + offset, address)
-            words += [select(is_whole, w, constant(0)) for w in ptx.load_global(at, 0, count)]
-    return words
+        here = _load(address, step, dtype, columns, is_whole)
+        if gain is not None:
+            here, gains = (
+                [w.as_f32() for w in ws] for ws in (here, _load(gain, step, dtype, columns, is_whole))
+            )
+            squares = [ptx.fma(w, w, s) for w, s in zip(here, squares, strict=True)]
+            here = [(w * g).as_i32() for w, g in zip(here, gains, strict=True)]
+        words += here
+    total = None if gain is None else _reduce(squares, lambda a, b: a + b)
+    if type_name == "BF16":
+        return Chunk(*_bf16_halves(words, dtype), [], []), None, total
+    codes, inverse = _scaled_f16(words, dtype)
+    return Chunk(codes, [], *_sums(type_name, codes, k)), inverse, total
+
+
+def _load(address, step, dtype, columns, is_whole) -> Registers:
+    """Four columns: two words of 16-bit floats, or four of f32."""
+    offset, count = 16 * step * dtype.itemsize, dtype.itemsize
+    if 16 * step < columns:
+        return ptx.load_global(address, offset, count)
+    at = select(is_whole, address + offset, address)
+    return [select(is_whole, w, constant(0)) for w in ptx.load_global(at, 0, count)]
 
 
 def _f32_pairs(words, dtype) -> Pairs:

@@ -6,16 +6,23 @@ and one mbarrier a record): nothing about x is read in the loop, nothing waits f
 block a multiprocessor, all in one wave. The partial results of a block's chunks meet in shared memory and are
 summed in fixed order; where K has more chunks than a block has warps, XLA sums the splits.
 
+What stands around a product in a decoder (`Around`) rides along: each would be a kernel of its own. A norm's
+gain is multiplied into x as it is read, its 1/rms into the sums at the end; gate and up rows meet in the
+final sums, and so does a residual.
+
 A row has the same bits alone and among seven others, and on every call.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve import ptx
+from jaxserve.ops.activation import ACTIVATIONS
+from jaxserve.ops.norm import rms_norm
 from jaxserve.ptx import both, constant, select, when
 from jaxserve.quant.mosaic.activations import load_chunk
 from jaxserve.quant.mosaic.plan import Plan, plan
@@ -24,6 +31,18 @@ from jaxserve.quant.mosaic.records import COLUMNS, LAYOUTS, ROWS
 
 MAX_BATCH = 8  # columns of the tensor core's operand B
 DTYPES = ("float32", "float16", "bfloat16")
+LOG2_E = 1.4426950408889634
+
+
+class Around(NamedTuple):
+    """What the kernel does besides multiplying."""
+
+    eps: float | None = None  # of the norm that x goes through; its gain [K] is an operand
+    activation: str | None = None  # of the first half of the rows, which then gates the second half
+    has_residual: bool = False  # an f32 [B, N] operand is added to the result
+
+
+PLAIN = Around()
 
 
 def supported(type_name: str, n: int, k: int) -> bool:
@@ -32,22 +51,54 @@ def supported(type_name: str, n: int, k: int) -> bool:
 
 
 # Inner jits: layers of one shape share one lowering, and XLA fuses the sum into what follows.
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def decode_matmul(x: jax.Array, records: jax.Array, type_name: str, k: int) -> jax.Array:
-    """x [B ≤ 8, K] f32, f16 or bf16 times the transpose of a packed matrix [N, K] → f32 [B, N]."""
+@functools.partial(jax.jit, static_argnames=("type_name", "k", "eps", "activation"))
+def decode_matmul(
+    x: jax.Array,
+    records: jax.Array,
+    type_name: str,
+    k: int,
+    *,
+    gain: jax.Array | None = None,
+    eps: float = 0.0,
+    activation: str | None = None,
+    residual: jax.Array | None = None,
+) -> jax.Array:
+    """x [B ≤ 8, K] f32, f16 or bf16 times the transpose of a packed matrix [N, K] → f32 [B, N].
+
+    gain f32 [K]: `rms_norm(x, gain, eps)` is multiplied instead. activation: the matrix holds gate rows, then
+    as many up rows; the result is activation(gate) · up, f32 [B, N/2]. residual, of the result's shape, is
+    added to it.
+    """
     if x.shape[0] > MAX_BATCH:
         raise ValueError(
             f"{x.shape[0]} rows: the decode kernel takes up to {MAX_BATCH}, more are a matrix product"
         )
-    return _partial_products(x, records, None, type_name, k).sum(0)
+    _check(x, records, type_name, k, activation)
+    fuses = _plan(records, 1, activation).splits == 1  # else no block ever sees a whole sum
+    if gain is not None and not (fuses and x.dtype == jnp.float32):
+        x, gain = rms_norm(x, gain, eps), None
+    if fuses:
+        around = Around(None if gain is None else eps, activation, residual is not None)
+        return _partial_products(x, records, None, type_name, k, around, gain, residual)[0]
+    y = _partial_products(x, records, None, type_name, k).sum(0)
+    if activation is not None:
+        gate, up = jnp.split(y, 2, axis=-1)
+        y = ACTIVATIONS[activation](gate) * up
+    return y if residual is None else residual + y
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
+@functools.partial(jax.jit, static_argnames=("type_name", "k", "activation"))
 def expert_decode_matmul(
-    x: jax.Array, records: jax.Array, index: jax.Array, type_name: str, k: int
+    x: jax.Array,
+    records: jax.Array,
+    index: jax.Array,
+    type_name: str,
+    k: int,
+    *,
+    activation: str | None = None,
 ) -> jax.Array:
     """Row p of x [P, K] times the transpose of matrix index[p] (i32) of a packed stack [X, N, K] →
-    f32 [P, N].
+    f32 [P, N]; `activation` as in `decode_matmul`.
 
     Only the chosen matrices are read. An index outside the stack means its last matrix.
     """
@@ -55,12 +106,20 @@ def expert_decode_matmul(
         raise ValueError(
             f"index {index.dtype}{index.shape} must be int32 and name a matrix for each of {len(x)} rows"
         )
-    return _partial_products(x, records, index, type_name, k).sum(0)
+    _check(x, records, type_name, k, activation)
+    if _plan(records, len(x), activation).splits == 1:
+        return _partial_products(x, records, index, type_name, k, Around(activation=activation))[0]
+    y = _partial_products(x, records, index, type_name, k).sum(0)
+    if activation is None:
+        return y
+    gate, up = jnp.split(y, 2, axis=-1)
+    return ACTIVATIONS[activation](gate) * up
 
 
-def _check(x, records, type_name, k):
-    if not supported(type_name, records.shape[-3] * ROWS, k):
-        raise ValueError(f"no decode kernel for a {type_name} matrix [{records.shape[-3] * ROWS}, {k}]")
+def _check(x, records, type_name, k, activation):
+    n = records.shape[-3] * ROWS
+    if not supported(type_name, n, k) or (activation is not None and n % (2 * ROWS)):
+        raise ValueError(f"no decode kernel for a {type_name} matrix [{n}, {k}]")
     if x.shape[1] != k or records.shape[-2:] != (-(-k // COLUMNS), LAYOUTS[type_name].words):
         raise ValueError(
             f"x {x.shape} and records {records.shape} do not fit a {type_name} matrix of {k} columns"
@@ -69,25 +128,33 @@ def _check(x, records, type_name, k):
         raise ValueError(f"x is {x.dtype}: the decode kernel takes {', '.join(DTYPES)}")
 
 
-def _partial_products(x, records, index, type_name: str, k: int) -> jax.Array:
+def _plan(records, matrices, activation) -> Plan:
+    return plan(*records.shape[-3:-1], records.shape[-1] * 4, matrices, 1 if activation is None else 2)
+
+
+def _partial_products(
+    x, records, index, type_name: str, k: int, around: Around = PLAIN, gain=None, residual=None
+) -> jax.Array:
     """f32 [splits, P, N]. Rows share one matrix, or each has matrix index[p] of a stack to itself."""
-    _check(x, records, type_name, k)
     rows, n = x.shape[0], records.shape[-3] * ROWS
     batch, matrices = (rows, 1) if index is None else (1, rows)
-    p = plan(*records.shape[-3:-1], records.shape[-1] * 4, matrices)
+    p = _plan(records, matrices, around.activation)
     stride = 20 if batch > 1 else 16  # words between columns of a partial result: 20 spreads the banks
     slot = batch * stride
 
     def body(*refs):
-        program = functools.partial(_program, type_name, k, p, x, records, batch, stride)
+        program = functools.partial(
+            _program, type_name, k, p, x, records, batch, stride, around, index is not None
+        )
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(program)(*refs)
 
     body.__name__ = f"decode_{type_name.lower()}_{n}x{k}_b{batch}" + (
         "" if index is None else f"_experts{rows}"
     )
+    out = n if around.activation is None else n // 2
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((p.splits, rows, n), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((p.splits, rows, out), jnp.float32),
         grid=(p.blocks * matrices,),
         grid_names=("block",),
         num_threads=p.warps // 4,  # Pallas' threads are warpgroups of four warps
@@ -96,12 +163,13 @@ def _partial_products(x, records, index, type_name: str, k: int) -> jax.Array:
             plgpu.SMEM((_rounded(p.tiles_per_flush(slot * 4) * p.row_warps * p.chunks * slot),), jnp.float32),
             plgpu.SMEM((_rounded(p.warps * p.stages * p.record_bytes // 4),), jnp.uint32),
             plgpu.SMEM((_rounded(p.warps * p.stages * 2),), jnp.uint32),
+            plgpu.SMEM((_rounded(p.chunks * batch),), jnp.float32),
         ],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     )
-    return kernel(x, records, *([] if index is None else [index]))
+    return kernel(x, records, *(operand for operand in (index, gain, residual) if operand is not None))
 
 
 def _rounded(words: int) -> int:
@@ -109,11 +177,30 @@ def _rounded(words: int) -> int:
     return -(-words // 256) * 256
 
 
-def _program(type_name, k: int, p: Plan, x, records, batch: int, stride: int, ctx, x_ref, w_ref, *refs):
-    """What a thread does. refs: each row's matrix (stacks only), output, partial results, ring, barriers."""
-    *index_ref, o_ref, part_ref, ring_ref, barrier_ref = refs
+def _program(
+    type_name,
+    k: int,
+    p: Plan,
+    x,
+    records,
+    batch: int,
+    stride: int,
+    around: Around,
+    has_index: bool,
+    ctx,
+    *refs,
+):
+    """What a thread does. refs: x, records, each row's matrix, gain, residual (where there is one), output,
+    partial results, ring, barriers, sums of squares.
+    """
+    (x_ref, w_ref), (o_ref, part_ref, ring_ref, barrier_ref, squares_ref) = refs[:2], refs[-5:]
+    optional = iter(refs[2:-5])
+    index_ref, gain_ref, residual_ref = (
+        next(optional) if exists else None
+        for exists in (has_index, around.eps is not None, around.has_residual)
+    )
     (row_tiles, chunks), record = records.shape[-3:-1], p.record_bytes
-    rows, n, stages = x.shape[0], row_tiles * ROWS, p.stages
+    rows, n, stages = x.shape[0], row_tiles * ROWS // p.unit, p.stages
     slot, warp_slots = batch * stride, p.row_warps * p.chunks
     per_flush = p.tiles_per_flush(slot * 4)
     flushes = -(-p.tiles_per_warp // per_flush)
@@ -121,9 +208,9 @@ def _program(type_name, k: int, p: Plan, x, records, batch: int, stride: int, ct
     thread, block = ptx.thread_index(), ptx.block_index()
     lane, warp = thread & 31, ptx.shuffle(thread >> 5, 0)
     matrix, row0 = ptx.global_address(w_ref), constant(0)
-    if index_ref:
+    if has_index:
         row0, block = block // p.blocks, block % p.blocks
-        (which,) = ptx.load_global(ptx.global_address(*index_ref) + (row0 * 4).widened(), 0, 1)
+        (which,) = ptx.load_global(ptx.global_address(index_ref) + (row0 * 4).widened(), 0, 1)
         which = select(which < records.shape[0], which, constant(records.shape[0] - 1))
         matrix = matrix + which.widened() * (row_tiles * chunks * record)
     group, split = (block % p.groups, block // p.groups) if p.splits > 1 else (block, constant(0))
@@ -133,18 +220,24 @@ def _program(type_name, k: int, p: Plan, x, records, batch: int, stride: int, ct
     chunk = split * p.chunks + chunk_here
     # surplus warps idle, and so do those of chunks past the end of K
     is_live = both(both(row_warp < p.row_warps, chunk < chunks), row_warp < tiles_here)
+    counts_squares = both(both(is_live, row_warp.equals(0)), (lane & 3).equals(0))
     count = (tiles_here - row_warp + (p.row_warps - 1)) // p.row_warps
     count, chunk, row_warp = (select(is_live, v, constant(0)) for v in (count, chunk, row_warp))
 
-    source = matrix + ((tile0 + row_warp) * chunks + chunk).widened() * record
-    step = p.row_warps * chunks * record
     ring = ptx.shared_address(ring_ref) + warp * (stages * record)
     barriers = ptx.shared_address(barrier_ref) + warp * (stages * 8)
+
+    def source(i):
+        """Where tile i of this warp lies: gate and up tiles take turns."""
+        tile = tile0 + row_warp + i * p.row_warps
+        if p.unit == 2:
+            tile = (tile >> 1) + (tile & 1) * (row_tiles // 2)
+        return matrix + (tile * chunks + chunk).widened() * record
 
     def fetch(i: int):
         """Starts the copy of this warp's tile i into the empty slot i."""
         with when(both(lane.equals(0), constant(i) < count)):
-            ptx.bulk_copy(ring + i * record, source + i * step, record, barriers + i * 8)
+            ptx.bulk_copy(ring + i * record, source(constant(i)), record, barriers + i * 8)
 
     with when(lane.equals(0)):
         for i in range(stages):
@@ -156,12 +249,19 @@ def _program(type_name, k: int, p: Plan, x, records, batch: int, stride: int, ct
     column = lanes.g
     if batch < MAX_BATCH:
         column = select(column < batch, column, constant(batch - 1))  # spare columns repeat the last row
-    at = ((row0 + column) * k + chunk * COLUMNS + lanes.t * 4) * x.dtype.itemsize
+    first_column = chunk * COLUMNS + lanes.t * 4
     columns_of_last, is_whole = k - (chunks - 1) * COLUMNS, chunk < chunks - 1
-    here = ptx.global_address(x_ref) + at.widened()
-    xs, inverse = load_chunk(type_name, here, x.dtype, columns_of_last, is_whole, lanes)
+    here = ptx.global_address(x_ref) + (((row0 + column) * k + first_column) * x.dtype.itemsize).widened()
+    gain = ptx.global_address(gain_ref) + (first_column * 4).widened() if gain_ref is not None else None
+    xs, inverse, squares = load_chunk(type_name, here, gain, x.dtype, columns_of_last, is_whole, lanes)
     for i in range(1, stages):
         fetch(i)
+    sums_of_squares = ptx.shared_address(squares_ref)
+    if squares is not None:
+        for distance in (1, 2):
+            squares = squares + ptx.shuffle_xor(squares.as_i32(), distance).as_f32()
+        with when(both(counts_squares, lanes.g < batch)):
+            ptx.store_shared(sums_of_squares + (chunk_here * batch + lanes.g) * 4, 0, [squares])
     if inverse is not None:
         inverse = [ptx.shuffle(inverse.as_i32(), (lanes.t * 2 + i) * 4).as_f32() for i in range(2)]
     part, out = ptx.shared_address(part_ref), ptx.global_address(o_ref)
@@ -175,9 +275,7 @@ def _program(type_name, k: int, p: Plan, x, records, batch: int, stride: int, ct
             ptx.warp_sync()
             before, ahead = select(stage.equals(0), constant(stages - 1), stage - 1), i + (stages - 1)
             with when(both(both(lane.equals(0), i >= 1), ahead < count)):
-                ptx.bulk_copy(
-                    ring + before * record, source + ahead.widened() * step, record, barriers + before * 8
-                )
+                ptx.bulk_copy(ring + before * record, source(ahead), record, barriers + before * 8)
         with when(i < count):
             ptx.barrier_wait(barriers + stage * 8, parity)
         c = tile_product(type_name, ring + stage * record, xs, lanes)
@@ -194,26 +292,47 @@ def _program(type_name, k: int, p: Plan, x, records, batch: int, stride: int, ct
         wrap = stage.equals(stages - 1)
         return [select(wrap, constant(0), stage + 1), select(wrap, parity ^ 1, parity)]
 
+    def sums(s, column, quad):
+        """Four rows of slot s, summed over the block's chunks in fixed order."""
+        at = part + (s * (p.chunks * slot) + column * stride + quad * 4) * 4
+        total = [w.as_f32() for w in ptx.load_shared(at, 0, 4)]
+        for c in range(1, p.chunks):
+            terms = [w.as_f32() for w in ptx.load_shared(at, c * slot * 4, 4)]
+            if p.splits * p.chunks != chunks:
+                exists = (split * p.chunks + c) < chunks
+                terms = [select(exists, v, constant(0.0)) for v in terms]
+            total = [a + b for a, b in zip(total, terms, strict=True)]
+        return total
+
+    def inverse_rms(column):
+        at = sums_of_squares + column * 4
+        total = constant(0.0)
+        for c in range(chunks):
+            total = total + ptx.load_shared(at, c * batch * 4, 1)[0].as_f32()
+        return ptx.reciprocal_root(ptx.fma(total, constant(1 / k), constant(float(around.eps))))
+
     def flush(f):
-        """Sums over the block's chunks in fixed order, four rows a thread."""
+        """Sums, finishes and writes results, four rows a thread."""
         ptx.block_sync()
-        total = per_flush * p.row_warps * 4 * batch
+        total = per_flush * p.row_warps // p.unit * 4 * batch
         for base in range(0, total, p.warps * 32):
             i = thread + base
-            s, column, quad = i // (4 * batch), i % (4 * batch) // 4, i % 4
-            row_tile = (f * per_flush + s // p.row_warps) * p.row_warps + s % p.row_warps
+            s, column, quad = i // (4 * batch) * p.unit, i % (4 * batch) // 4, i % 4
+            row_tile = f * (per_flush * p.row_warps) + s
             with when(both(i < total, row_tile < tiles_here)):
-                at = part + (s * (p.chunks * slot) + column * stride + quad * 4) * 4
-                sums = [w.as_f32() for w in ptx.load_shared(at, 0, 4)]
-                for c in range(1, p.chunks):
-                    terms = [w.as_f32() for w in ptx.load_shared(at, c * slot * 4, 4)]
-                    if p.splits * p.chunks != chunks:
-                        exists = (split * p.chunks + c) < chunks
-                        terms = [select(exists, v, constant(0.0)) for v in terms]
-                    sums = [a + b for a, b in zip(sums, terms, strict=True)]
-                row = (tile0 + row_tile) * ROWS + quad * 4
-                target = ((split * rows + row0 + column) * n + row).widened() * 4
-                ptx.store_global(out + target, 0, sums)
+                results = [sums(s + u, column, quad) for u in range(p.unit)]
+                if around.eps is not None:
+                    factor = inverse_rms(column)
+                    results = [[v * factor for v in values] for values in results]
+                values = results[0]
+                if around.activation is not None:
+                    values = [_activated(around.activation, g) * u for g, u in zip(*results, strict=True)]
+                row = (tile0 + row_tile) // p.unit * ROWS + quad * 4
+                at = (((split * rows + row0 + column) * n + row) * 4).widened()
+                if around.has_residual:
+                    more = ptx.load_global(ptx.global_address(residual_ref) + at, 0, 4)
+                    values = [v + m.as_f32() for v, m in zip(values, more, strict=True)]
+                ptx.store_global(out + at, 0, values)
         if flushes > 1:
             ptx.block_sync()
 
@@ -223,3 +342,11 @@ def _program(type_name, k: int, p: Plan, x, records, batch: int, stride: int, ct
         return state
 
     ptx.loop(flushes, [constant(0), constant(0)], tiles_then_flush)
+
+
+def _activated(name: str, v: ptx.Register) -> ptx.Register:
+    """SiLU is v · sigmoid(v), GELU in its tanh form v · sigmoid(2√(2/π) (v + 0.044715 v³))."""
+    u = v
+    if name == "gelu":
+        u = ptx.fma(v * v, v * 0.044715, v) * 1.5957691216057308
+    return v * ptx.reciprocal(ptx.exp2(u * -LOG2_E) + 1.0)

@@ -25,6 +25,7 @@ class Plan:
     tiles: int  # row tiles of a block
     groups: int
     record_bytes: int
+    unit: int = 1  # row tiles that must meet in one flush
 
     @property
     def blocks(self) -> int:
@@ -50,29 +51,33 @@ class Plan:
         room = SHARED_BYTES - self.warps * self.stages * self.record_bytes
         fitting = max(1, min(self.tiles_per_warp, room // (self.row_warps * self.chunks * slot_bytes)))
         flushes = -(-self.tiles_per_warp // fitting)
-        return -(-self.tiles_per_warp // flushes)
+        tiles = -(-self.tiles_per_warp // flushes)
+        if flushes > 1 and tiles * self.row_warps % self.unit:
+            tiles += 1 if tiles < fitting else -1
+        return tiles
 
 
-def plan(row_tiles: int, chunks: int, record_bytes: int, matrices: int = 1) -> Plan:
+def plan(row_tiles: int, chunks: int, record_bytes: int, matrices: int = 1, unit: int = 1) -> Plan:
     """The cheapest cut, by a cost in µs fitted to measurements on an H200.
 
-    With several `matrices` side by side each gets a share of the multiprocessors; K is cut as for one.
+    With several `matrices` side by side each gets a share of the multiprocessors; K is cut as for one. Every
+    `unit` row tiles stay together.
     """
     max_warps = min(MAX_WARPS, RING_BYTES // (2 * record_bytes))  # two ring slots each
     cuts = [(-(-chunks // splits), splits) for splits in range(1, chunks + 1)]
     cuts = [(c, splits) for c, splits in cuts if c <= max_warps and -(-chunks // c) == splits]
-    spreads = [_spread(row_tiles, *cut, max_warps, record_bytes, 1) for cut in cuts]
+    spreads = [_spread(row_tiles, *cut, max_warps, record_bytes, 1, unit) for cut in cuts]
     _, best = min(spreads, key=lambda spread: spread[0])
-    return _spread(row_tiles, best.chunks, best.splits, max_warps, record_bytes, matrices)[1]
+    return _spread(row_tiles, best.chunks, best.splits, max_warps, record_bytes, matrices, unit)[1]
 
 
-def _spread(row_tiles, chunks, splits, max_warps, record_bytes, matrices) -> tuple[float, Plan]:
+def _spread(row_tiles, chunks, splits, max_warps, record_bytes, matrices, unit) -> tuple[float, Plan]:
     """The best spread of row tiles over the blocks that one range of K gets, and its cost."""
     spreads = []
     for row_warps in range(1, max_warps // chunks + 1):
         groups = max(1, min(MULTIPROCESSORS // (splits * matrices), -(-row_tiles // row_warps)))
-        tiles = -(-row_tiles // groups)
-        p = Plan(chunks, splits, row_warps, tiles, -(-row_tiles // tiles), record_bytes)
+        tiles = -(-row_tiles // (groups * unit)) * unit
+        p = Plan(chunks, splits, row_warps, tiles, -(-row_tiles // tiles), record_bytes, unit)
         memory = tiles * chunks * record_bytes / MULTIPROCESSOR_BYTES_PER_US
         cost = max(memory, 0.25 * p.tiles_per_warp) + 0.1 * p.tiles_per_warp + 0.005 * row_warps * chunks
         spreads.append((cost + splits * (row_tiles * ROWS * 64 / 3e6 + 0.05), p))
