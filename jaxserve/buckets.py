@@ -17,15 +17,19 @@ class Buckets:
     lanes: tuple[int, ...]
 
     @classmethod
-    def of(cls, context: int, slots: int, platform: str) -> "Buckets":
-        """Sizes for a context, a number of slots and a JAX platform ("cpu", "gpu")."""
+    def of(
+        cls, context: int, slots: int, platform: str, *, pinned: bool = False, one_reach: bool = False
+    ) -> "Buckets":
+        """Sizes for a context, a number of slots and a JAX platform ("cpu", "gpu"). pinned: one of lanes;
+        one_reach: attention needs no choice of reaches.
+        """
         chunks = tuple(size for size in CHUNKS.get(platform, CHUNKS["gpu"]) if size < context) or (context,)
         reaches, reach = [], FIRST_REACH
-        while reach < context:
+        while reach < context and not one_reach:
             reaches.append(reach)
             reach *= REACH_FACTOR
         lanes, lane = [], 1
-        while lane < slots:
+        while lane < slots and not pinned:
             lanes.append(lane)
             lane *= 2
         return cls(chunks, (*reaches, context), (*lanes, slots))

@@ -6,6 +6,7 @@ were read are kept as they are. Rows are reached through whatever has the method
 sees a state.
 """
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -17,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxserve.config import ModelConfig
 from jaxserve.prefix_index import Checkpoint, Match, Node, PrefixIndex
 from jaxserve.saved import Entry
-from jaxserve.snapshot import BLOCK_TOKENS, Recurrent, snapshot_nbytes
+from jaxserve.snapshot import BLOCK_TOKENS, End, Recurrent, snapshot_nbytes
 
 PIN_BYTES = 2**28  # pinned at a time when the budget is reserved
 STAGED_BLOCKS = 8  # blocks on their way to the device at a time: they take device memory beside the state
@@ -28,17 +29,11 @@ class Rows(Protocol):
 
     def read_block(self, slot: int, start: int) -> jax.Array: ...
 
-    def read_recurrent(self, slot: int) -> Recurrent: ...
-
-    def read_logits(self, slot: int) -> jax.Array: ...
+    def read_end(self, slot: int) -> End: ...
 
     def write_block(self, slot: int, start: int, count: int, block: jax.Array) -> None: ...
 
-    def write_recurrent(self, slot: int, recurrent: Recurrent) -> None: ...
-
-    def write_logits(self, slot: int, logits: jax.Array) -> None: ...
-
-    def set_history(self, slot: int, tokens: np.ndarray) -> None: ...
+    def write_end(self, slot: int, tokens: np.ndarray, end: End) -> None: ...
 
 
 class HostTier:
@@ -49,9 +44,11 @@ class HostTier:
         names = ("block_bytes", "recurrent_bytes", "logits_bytes")
         sizes = dict(zip(names, snapshot_nbytes(config, kv_dtype), strict=True))
         self.index = PrefixIndex(budget, block_tokens=BLOCK_TOKENS, **sizes)
+        self.restored_bytes = 0  # brought back since it was made
         self._here = SingleDeviceSharding(device)
         pinned = device.platform != "cpu"
         self._there = SingleDeviceSharding(device, memory_kind="pinned_host") if pinned else None
+        self._no_logits = jax.device_put(np.zeros(config.vocab_size, np.float32), self._here)
 
     def match(self, prompt: Sequence[int]) -> Match | None:
         """The longest usable prefix of a prompt."""
@@ -67,15 +64,16 @@ class HostTier:
         def read_block(start):
             return self._leave(rows.read_block(slot, start)) if self.index.block_bytes else None
 
+        read_end = functools.cache(lambda: rows.read_end(slot))
         return self.index.store(
             tokens,
             read_block,
-            lambda: self._leave(rows.read_recurrent(slot)),
-            (lambda: self._leave(rows.read_logits(slot))) if logits else None,
+            lambda: self._leave(read_end().recurrent),
+            (lambda: self._leave(read_end().logits)) if logits else None,
         )
 
     def restore(self, rows: Rows, slot: int, match: Match, *, keep: int = 0) -> None:
-        """Put a match into a slot whose first `keep` tokens have their attention rows and history already."""
+        """Put a match into a slot whose first `keep` tokens have their attention rows already."""
         self.index.pin(match)
         staged = deque()
         try:
@@ -84,13 +82,18 @@ class HostTier:
                 if len(staged) == STAGED_BLOCKS:
                     jax.block_until_ready(staged.popleft())
                 staged.append(self._enter(match.nodes[start // BLOCK_TOKENS].payload))
+                self.restored_bytes += self.index.block_bytes
                 rows.write_block(slot, start, min(BLOCK_TOKENS, match.length - start), staged[-1])
-            if keep < match.length:
-                rows.set_history(slot, match.tokens)
-            if self.index.recurrent_bytes:
-                rows.write_recurrent(slot, self._enter(match.checkpoint.recurrent))
-            if match.full_hit:
-                rows.write_logits(slot, self._enter(match.checkpoint.logits))
+            end = match.checkpoint
+            self.restored_bytes += self.index.recurrent_bytes + match.full_hit * self.index.logits_bytes
+            rows.write_end(
+                slot,
+                match.tokens,
+                End(
+                    recurrent=self._enter(end.recurrent) if self.index.recurrent_bytes else None,
+                    logits=self._enter(end.logits) if match.full_hit else self._no_logits,
+                ),
+            )
         finally:
             self.index.unpin(match)
 
@@ -150,10 +153,11 @@ class HostTier:
                 )
 
     def stats(self) -> dict[str, int]:
-        """Bytes and items held, items evicted, prefixes that did not fit."""
+        """Bytes and items held, items evicted, prefixes that did not fit, bytes brought back."""
         index = self.index
         held = {"bytes": index.nbytes, "entries": len(index)}
-        return held | {"evictions": index.evictions, "skipped": index.skipped}
+        counts = {"evictions": index.evictions, "skipped": index.skipped}
+        return held | counts | {"restored_bytes": self.restored_bytes}
 
     def _take(self, match: Match, place: Callable) -> None:
         end = match.checkpoint

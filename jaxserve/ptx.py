@@ -126,9 +126,21 @@ def when(predicate: Register) -> Iterator[None]:
         scf.yield_([])
 
 
-def loop(count: int, carry: Registers, body: Callable[[Register, Registers], Registers]) -> Registers:
+def choose(predicate: Register, yes: Callable[[], Registers], no: Registers) -> Registers:
+    """What yes() emits and returns where the predicate holds, else `no`."""
+    op = scf.IfOp(predicate.value, [r.value.type for r in no], has_else=True)
+    with ir.InsertionPoint(op.then_block):
+        scf.yield_([r.value for r in yes()])
+    with ir.InsertionPoint(op.else_block):
+        scf.yield_([r.value for r in no])
+    return [Register(r) for r in op.results]
+
+
+def loop(
+    count: Register | int, carry: Registers, body: Callable[[Register, Registers], Registers]
+) -> Registers:
     """for i in range(count): carry = body(i, carry), not unrolled."""
-    op = scf.ForOp(constant(0).value, constant(count).value, constant(1).value, [c.value for c in carry])
+    op = scf.ForOp(constant(0).value, _register(count).value, constant(1).value, [c.value for c in carry])
     with ir.InsertionPoint(op.body):
         arguments = [Register(a) for a in op.inner_iter_args]
         scf.YieldOp([c.value for c in body(Register(op.induction_variable), arguments)])
@@ -190,9 +202,51 @@ def load_global(address: Register, offset: int, count: int) -> Registers:
     return _load("ld.global.nc", address, offset, count, False)
 
 
+def load_ahead(address: Register, offset: int, count: int) -> Registers:
+    """1, 2 or 4 words, asked for here and not where they are first used, past L1. The kernel may write this
+    memory elsewhere.
+    """
+    return _load("ld.global.L1::no_allocate", address, offset, count, True)
+
+
+def load_byte_ahead(address: Register) -> Register:
+    """`load_ahead` of one byte, as an i32."""
+    return asm("ld.global.L1::no_allocate.u8 $0, [$1];", "r", [address], effects=True)[0]
+
+
+def load_ahead_where(predicate: Register, address: Register, offset: int, count: int) -> Registers:
+    """`load_ahead` where the predicate holds, elsewhere zeros and no access."""
+    names = [f"${i}" for i in range(count)]
+    shape, target = (f".v{count}", "{" + ",".join(names) + "}") if count > 1 else ("", names[0])
+    load = f"@p ld.global.L1::no_allocate{shape}.b32 {target}, [${count}+{offset}];"
+    clear = " ".join(f"@!p mov.b32 {name}, 0;" for name in names)
+    text = f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {load} {clear} }}"
+    flag = select(predicate, constant(1), constant(0))
+    return asm(text, "r" * count, [address, flag], effects=True)
+
+
+def load_fresh(address: Register, offset: int, count: int) -> Registers:
+    """1, 2 or 4 words as other blocks left them before an atomic operation that this thread saw."""
+    return _load("ld.relaxed.gpu.global", address, offset, count, True)
+
+
+def count_up(address: Register, last: Register) -> Register:
+    """Adds 1 to a word of global memory atomically, 0 after `last` → what it was. What this block wrote before
+    is visible to whoever sees it counted.
+    """
+    text = "atom.inc.acq_rel.gpu.global.u32 $0, [$1], $2;"
+    return asm(text, "r", [address, last], effects=True)[0]
+
+
 def load_shared(address: Register, offset: int, count: int) -> Registers:
     """1, 2 or 4 words. It has effects: the copy engine overwrites what it reads."""
     return _load("ld.shared", address, offset, count, True)
+
+
+def add_shared(address: Register, value: int) -> Register:
+    """Adds to a word atomically → what it was. Ordered with what this thread did before and does after."""
+    text = "atom.acq_rel.cta.shared.add.u32 $0, [$1], $2;"
+    return asm(text, "r", [address, constant(value)], effects=True)[0]
 
 
 def _store(op: str, address: Register, offset: int, values: Registers) -> None:
@@ -209,6 +263,18 @@ def store_global(address: Register, offset: int, values: Registers) -> None:
     _store("st.global", address, offset, values)
 
 
+def store_global_where(predicate: Register, address: Register, offset: int, values: Registers) -> None:
+    """Where the predicate holds. Unlike a store inside `when` it is no branch: nothing the value needs is
+    moved behind it.
+    """
+    count = len(values)
+    names = ",".join(f"${i + 1}" for i in range(count))
+    shape, source = (f".v{count}", "{" + names + "}") if count > 1 else ("", names)
+    store = f"@p st.global{shape}.b32 [$0+{offset}], {source};"
+    text = f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {store} }}"
+    asm(text, "", [address, *values, select(predicate, constant(1), constant(0))])
+
+
 def barrier_init(barrier: Register) -> None:
     """An mbarrier that one arrival (and the bytes it announces) completes."""
     asm("mbarrier.init.shared.b64 [$0], 1;", "", [barrier])
@@ -223,6 +289,17 @@ def barrier_wait(barrier: Register, parity: Register) -> None:
     """Until the mbarrier's phase of that parity is over: its bytes have arrived and are visible."""
     text = "{ .reg .pred p; W: mbarrier.try_wait.parity.shared.b64 p, [$0], $1; @p bra D; bra W; D: }"
     asm(text, "", [barrier, parity])
+
+
+def barrier_expect(barrier: Register, nbytes: Register) -> None:
+    """The barrier's one arrival, which announces the bytes of all copies of this phase."""
+    asm("mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;", "", [barrier, nbytes])
+
+
+def bulk_copy_kept(target: Register, source: Register, nbytes: Register, barrier: Register) -> None:
+    """`bulk_copy` of bytes that others will want from L2 too, announced by `barrier_expect`."""
+    copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+    asm(f"{copy} [$0], [$1], $2, [$3];", "", [target, source, nbytes, barrier])
 
 
 def bulk_copy(target: Register, source: Register, nbytes: int, barrier: Register) -> None:
@@ -247,6 +324,34 @@ def warp_sync() -> None:
 def block_sync() -> None:
     """Every thread of the block has come here."""
     gpu.barrier()
+
+
+def cluster_arrive(order: str = "release") -> None:
+    """This thread's writes, those to other blocks' shared memory included, are done. order "relaxed": only
+    that it has come here.
+    """
+    asm(f"barrier.cluster.arrive.{order}.aligned;", "", [])
+
+
+def cluster_wait() -> None:
+    """Every thread of the cluster has arrived; what it wrote before is visible."""
+    asm("barrier.cluster.wait.acquire.aligned;", "", [])
+
+
+def peer_address(address: Register, block: Register) -> Register:
+    """This block's shared address in a block of the cluster, for `send_peer`."""
+    return asm("mapa.shared::cluster.u32 $0, $1, $2;", "r", [address, block])[0]
+
+
+def send_peer(address: Register, values: Registers, barrier: Register) -> None:
+    """1, 2 or 4 words into the shared memory of a block that has started, counted by an mbarrier of that block. No
+    fence: a release would wait for every store of this thread.
+    """
+    count = len(values)
+    names = ",".join(f"${i + 1}" for i in range(count))
+    shape, source = (f".v{count}", "{" + names + "}") if count > 1 else ("", names)
+    store = f"st.async.shared::cluster.mbarrier::complete_tx::bytes{shape}.b32"
+    asm(f"{store} [$0], {source}, [${count + 1}];", "", [address, *values, barrier])
 
 
 def shuffle(value: Register, lane: Register | int) -> Register:
@@ -275,6 +380,11 @@ def fma(a: Register, b: Register, c: Register) -> Register:
     return asm("fma.rn.f32 $0, $1, $2, $3;", "f", [a, b, c])[0]
 
 
+def minimum(a: Register, b: Register) -> Register:
+    """Of two i32."""
+    return asm("min.u32 $0, $1, $2;", "r", [a, b])[0]
+
+
 def maximum(a: Register, b: Register) -> Register:
     """Of two f32."""
     return asm("max.f32 $0, $1, $2;", "f", [a, b])[0]
@@ -283,6 +393,21 @@ def maximum(a: Register, b: Register) -> Register:
 def absolute(a: Register) -> Register:
     """Of an f32."""
     return asm("abs.f32 $0, $1;", "f", [a])[0]
+
+
+def exp2(a: Register) -> Register:
+    """2^a of an f32, to 2 ulp."""
+    return asm("ex2.approx.ftz.f32 $0, $1;", "f", [a])[0]
+
+
+def reciprocal(a: Register) -> Register:
+    """1 / a of an f32, to 1 ulp; of infinity 0."""
+    return asm("rcp.approx.ftz.f32 $0, $1;", "f", [a])[0]
+
+
+def reciprocal_root(a: Register) -> Register:
+    """1 / √a of an f32, to 2^-22."""
+    return asm("rsqrt.approx.f32 $0, $1;", "f", [a])[0]
 
 
 def maximum_f16x2(a: Register, b: Register) -> Register:
@@ -300,6 +425,27 @@ def multiply_f16x2(a: Register, b: Register | int) -> Register:
 
 def subtract_f16x2(a: Register, b: Register | int) -> Register:
     return asm("sub.rn.f16x2 $0, $1, $2;", "r", [a, _register(b)])[0]
+
+
+def fma_f16x2(a: Register, b: Register, c: Register) -> Register:
+    """a · b + c, rounded once."""
+    return asm("fma.rn.f16x2 $0, $1, $2, $3;", "r", [a, b, c])[0]
+
+
+def minimum_u16x2(a: Register, b: int) -> Register:
+    """Of pairs of unsigned 16-bit integers."""
+    return asm("min.u16x2 $0, $1, $2;", "r", [a, constant(b)])[0]
+
+
+def maximum_u16x2(a: Register, b: int) -> Register:
+    return asm("max.u16x2 $0, $1, $2;", "r", [a, constant(b)])[0]
+
+
+def splat_f16x2(pair: Register, which: int) -> Register:
+    """One half of a pair, twice."""
+    half = "lh"[which]
+    text = f"{{ .reg .b16 l, h; mov.b32 {{l, h}}, $1; mov.b32 $0, {{{half}, {half}}}; }}"
+    return asm(text, "r", [pair])[0]
 
 
 def unpack_f16x2(word: Register) -> Registers:
@@ -344,3 +490,59 @@ def mma(c: Registers, a: Sequence[Register], b: Sequence[Register], of: str = "f
         return asm(MMA.format(shape="m16n8k16", of=of) + " " + text, "ffff", [*a, *b, *c])
     text = "{$0,$1,$2,$3}, {$4,$5}, {$6}, {$7,$8,$9,$10};"
     return asm(MMA.format(shape="m16n8k8", of=of) + " " + text, "ffff", [*a, *b, *c])
+
+
+# ---- wgmma: the tensor core fed by a warpgroup of four warps, asynchronously
+
+
+def held(values: Registers) -> Registers:
+    """The same values; what computes them stays before this point, what uses them after it."""
+    letters = ["f" if v.value.type == ir.F32Type.get() else "r" for v in values]
+    results = ",".join("=" + letter for letter in letters) + "," + ",".join(map(str, range(len(values))))
+    types = [v.value.type for v in values]
+    struct = llvm.StructType.get_literal(types)
+    out = llvm.inline_asm(struct, [v.value for v in values], "", results, has_side_effects=True)
+    return [Register(llvm.extractvalue(type, out, [i])) for i, type in enumerate(types)]
+
+
+def wgmma_descriptor(address: Register, k_stride: int, n_stride: int) -> Register:
+    """Operand B in shared memory as core matrices of 8 rows × 16 bytes, 128 contiguous bytes each.
+
+    k_stride: bytes between the two matrices of a step; n_stride: between matrices of the next 8 columns.
+    Adding bytes / 16 moves it.
+    """
+    return ((address & 0x3FFFF) >> 4 | k_stride // 16 << 16).widened() + (n_stride // 16 << 32)
+
+
+def wgmma(acc: Registers, a: Sequence[Register], descriptor: Register, of: str = "f16") -> Registers:
+    """acc + a @ b, 64 × 16 times 16 × n, f16 or bf16 in, f32 out: started, not finished.
+
+    A warp's registers are those of `mma` for its own 16 rows: a of 4, acc of 4 for every 8 columns.
+    """
+    count = len(acc)
+    names = lambda first, n: "{" + ",".join(f"${i}" for i in range(first, first + n)) + "}"  # noqa: E731
+    text = (
+        "{ .reg .pred p; setp.eq.u32 p, 0, 0; "
+        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.{of}.{of} "
+        f"{names(0, count)}, {names(2 * count, 4)}, ${2 * count + 4}, p, 1, 1, 0; }}"
+    )
+    constraints = ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * 4 + ["l"])
+    struct = llvm.StructType.get_literal([ir.F32Type.get()] * count)
+    operands = [r.value for r in (*acc, *a, descriptor)]
+    out = llvm.inline_asm(struct, operands, text, constraints, has_side_effects=True)
+    return [Register(llvm.extractvalue(ir.F32Type.get(), out, [i])) for i in range(count)]
+
+
+def wgmma_fence() -> None:
+    """Registers written so far may be read by the wgmma that follow."""
+    asm("wgmma.fence.sync.aligned;", "", [])
+
+
+def wgmma_commit() -> None:
+    """The wgmma since the last commit become one group."""
+    asm("wgmma.commit_group.sync.aligned;", "", [])
+
+
+def wgmma_wait(groups: int) -> None:
+    """Until at most the last `groups` groups are unfinished."""
+    asm(f"wgmma.wait_group.sync.aligned {groups};", "", [])

@@ -18,7 +18,7 @@ from jaxserve.host_tier import HostTier, Rows
 from jaxserve.prefix import Holding, Plan, checkpoint_lengths, plan
 from jaxserve.request import Request
 from jaxserve.saved import Entry
-from jaxserve.snapshot import Recurrent
+from jaxserve.snapshot import End
 
 CHECKPOINT_TOKENS = 512
 """Tokens between the recurrent checkpoints of a long prompt. One costs a row's recurrent state: as much as
@@ -34,20 +34,15 @@ class Kept:
 
     rows: Rows
     length: int
-    logits: jax.Array
-    recurrent: Recurrent | None
+    end: End
 
     def read_block(self, slot: int, start: int) -> jax.Array:
         """Blocks are still in the row, which only grew."""
         return self.rows.read_block(slot, start)
 
-    def read_recurrent(self, slot: int) -> Recurrent:
+    def read_end(self, slot: int) -> End:
         """As it was at the end of the prompt."""
-        return self.recurrent
-
-    def read_logits(self, slot: int) -> jax.Array:
-        """As they were at the end of the prompt."""
-        return self.logits
+        return self.end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +95,7 @@ class Reuse:
             for held, other in zip(self._holdings, slots, strict=True)
         ]
         index = None if self.tier is None else self.tier.index
-        chosen = plan(request.ids, holdings, index, recurrent=self.recurrent)
+        chosen = plan(request.ids[: request.shared + 1], holdings, index, recurrent=self.recurrent)
         return chosen if self.enabled else chosen._replace(why=OFF)
 
     def establish(self, request: Request, chosen: Plan) -> None:
@@ -136,9 +131,7 @@ class Reuse:
             return
         end = self.tier.index.checkpoint(request.ids)
         if end is None or end.logits is None:
-            recurrent = self.runner.read_recurrent(request.slot) if self.recurrent else None
-            logits = self.runner.read_logits(request.slot)
-            request.kept = Kept(self.runner, len(request.ids), logits, recurrent)
+            request.kept = Kept(self.runner, len(request.ids), self.runner.read_end(request.slot))
 
     # -- after it
 
@@ -190,7 +183,7 @@ class Reuse:
         names = ("resident", "copied", "restored", "prefill")
         routes = {name: self.counters[name] for name in names}
         counts = {name: self.counters[name] for name in ("full_hits", "cached_tokens", "checkpoints")}
-        held = dict.fromkeys(("bytes", "entries", "evictions", "skipped"), 0)
+        held = dict.fromkeys(("bytes", "entries", "evictions", "skipped", "restored_bytes"), 0)
         if self.tier is not None:
             held |= self.tier.stats()
         budget = 0 if self.tier is None else self.tier.index.budget
@@ -204,7 +197,7 @@ class Reuse:
 
     def _busy(self, request: Request, ready: bool) -> Holding:
         """A running row can be copied from: its prompt as far as it is fed stays as it is."""
-        tokens = request.ids[: request.fed] if ready or self.residency else ()
+        tokens = request.ids[: min(request.fed, request.shared)] if ready or self.residency else ()
         return Holding(tokens, exact=ready, kept_logits=ready, busy=True)
 
     def _stops(self, request: Request, start: int) -> tuple[int, ...]:

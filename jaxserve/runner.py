@@ -15,6 +15,7 @@ import numpy as np
 from jaxserve import snapshot, step
 from jaxserve.buckets import SCORE_CHUNK, Buckets
 from jaxserve.config import ModelConfig
+from jaxserve.models.mixers import follows_real_length
 from jaxserve.models.weights import Weights
 from jaxserve.sampling import Options
 from jaxserve.state import MAX_STEPS, abstract_memory, abstract_state, init_memory, init_state
@@ -50,12 +51,14 @@ class Runner:
         context: int,
         kv_dtype: str,
         reuse: bool = False,
+        pinned: bool = False,
         progress: Progress | None = None,
     ):
-        """reuse: compile also what reads, writes, copies and resumes rows."""
+        """reuse: compile also what reads, writes, copies and resumes rows. pinned: one number of lanes."""
         self.weights, self.config = weights, config
         self.slots, self.context, self.kv_dtype = slots, context, kv_dtype
-        self.buckets = Buckets.of(context, slots, jax.default_backend())
+        one_reach = follows_real_length(config, kv_dtype)
+        self.buckets = Buckets.of(context, slots, jax.default_backend(), pinned=pinned, one_reach=one_reach)
         self.programs = _compile(self._lowerings() | (self._row_lowerings() if reuse else {}), progress)
         init_memory(config, context=context, kv_dtype=kv_dtype)  # compiled here, so that `logits` need not
         self.reset()
@@ -69,7 +72,7 @@ class Runner:
         self._mailboxes = {wide: [put(wide), put(wide)] for wide in (False, True)}
         self._mails: dict[bool, list[Mail | None]] = {False: [None, None], True: [None, None]}
         self._rows: dict[tuple[int, ...], jax.Array] = {}
-        self._last_decode = None
+        self.last_programs: dict[str, tuple] = {}  # "decode" | "prefill" → name of the one that ran last
 
     def close(self) -> None:
         """Give the device memory back."""
@@ -84,18 +87,21 @@ class Runner:
         """Give a slot a request's options and token limit."""
         self.state = self.programs["admit"](self.state, np.int32(slot), options, np.int32(limit))
 
-    def prefill(self, slot: int, tokens: Sequence[int], start: int, stop: int) -> int:
-        """Feed the next chunk of `tokens[start:stop]` at position `start`.
+    def prefill(
+        self, slot: int, tokens: Sequence[int], start: int, stop: int, *, size: int | None = None
+    ) -> int:
+        """Feed the next chunk of `tokens[start:stop]` at position `start`, with the program of `size` tokens.
 
         With the last of `tokens` the first token is drawn. Returns how many tokens were fed.
         """
-        size = self.buckets.chunk(stop - start)
+        size = self.buckets.chunk(stop - start) if size is None else size
         fed = tokens[start : min(stop, start + size)]
         padded = np.zeros(size, np.int32)
         padded[: len(fed)] = fed
         name = ("prefill", size, start + len(fed) == len(tokens))
         place = (np.int32(x) for x in (slot, start, len(fed)))
         self.state = self.programs[name](self.weights, self.state, padded, *place)
+        self.last_programs["prefill"] = name
         return len(fed)
 
     def decode(self, rows: Sequence[int], *, sampled: bool, longest: int) -> None:
@@ -106,7 +112,7 @@ class Runner:
             self._rows[key] = jax.device_put(np.array(key, np.int32))
         name = ("decode", lanes, self.buckets.reach(longest), sampled)
         self.state = self.programs[name](self.weights, self.state, self._rows[key])
-        self._last_decode = name
+        self.last_programs["decode"] = name
 
     def peek(self, *, wide: bool) -> Mail:
         """Copy status and drawn tokens (wide: and log-probabilities) into one of two mailboxes, and start it
@@ -140,31 +146,19 @@ class Runner:
         """`snapshot.read_block`"""
         return self.programs["read_block"](self.state, np.int32(slot), np.int32(start))
 
-    def read_recurrent(self, slot: int) -> snapshot.Recurrent:
-        """`snapshot.read_recurrent`"""
-        return self.programs["read_recurrent"](self.state, np.int32(slot))
-
-    def read_logits(self, slot: int) -> jax.Array:
-        """`snapshot.read_logits`"""
-        return self.programs["read_logits"](self.state, np.int32(slot))
+    def read_end(self, slot: int) -> snapshot.End:
+        """`snapshot.read_end`"""
+        return self.programs["read_end"](self.state, np.int32(slot))
 
     def write_block(self, slot: int, start: int, count: int, block: jax.Array) -> None:
         """`snapshot.write_block`"""
         self._update("write_block", slot, np.int32(start), np.int32(count), block)
 
-    def write_recurrent(self, slot: int, recurrent: snapshot.Recurrent) -> None:
-        """`snapshot.write_recurrent`"""
-        self._update("write_recurrent", slot, recurrent)
-
-    def write_logits(self, slot: int, logits: jax.Array) -> None:
-        """`snapshot.write_logits`"""
-        self._update("write_logits", slot, logits)
-
-    def set_history(self, slot: int, tokens: np.ndarray) -> None:
-        """`snapshot.set_history`, padded"""
+    def write_end(self, slot: int, tokens: np.ndarray, end: snapshot.End) -> None:
+        """`snapshot.write_end`, with the tokens padded"""
         padded = np.zeros(self.context, np.int32)
         padded[: len(tokens)] = tokens
-        self._update("set_history", slot, padded)
+        self._update("write_end", slot, padded, end)
 
     def _update(self, name, slot: int, *arguments) -> None:
         self.state = self.programs[name](self.state, np.int32(slot), *arguments)
@@ -195,9 +189,13 @@ class Runner:
             for name, a in analyses.items()
         }
 
-    def decode_texts(self) -> list[str]:
-        """The compiled text of the decode program that ran last: it says which layer a kernel belongs to."""
-        return [self.programs[self._last_decode].as_text()] if self._last_decode else []
+    def program_texts(self) -> dict[str, str]:
+        """Compiled texts of `last_programs`: they say which layer a kernel belongs to."""
+        return {phase: self.programs[name].as_text() for phase, name in self.last_programs.items()}
+
+    def lower(self, name: tuple) -> jax.stages.Lowered:
+        """A prefill or decode program before compilation."""
+        return self._lowerings()[name]()
 
     def _lowerings(self) -> dict:
         """Name → a thunk that lowers the program."""
@@ -249,8 +247,8 @@ class Runner:
         """The same for rows as values."""
         state = abstract_state(self.config, slots=self.slots, context=self.context, kv_dtype=self.kv_dtype)
         block = snapshot.abstract_block(self.config, self.kv_dtype)
-        recurrent = snapshot.abstract_recurrent(self.config)
-        return snapshot.lowerings(state, block, recurrent, reaches=self.buckets.reaches)
+        end = snapshot.abstract_end(self.config)
+        return snapshot.lowerings(state, block, end, reaches=self.buckets.reaches)
 
     def _warm_up(self) -> None:
         """Run every step once on idle rows, so that the GPU's graphs are recorded beforehand."""
@@ -264,10 +262,23 @@ class Runner:
                 self.state = program(
                     self.weights, self.state, np.zeros(name[1], np.int32), *[np.int32(0)] * 3
                 )
+        self._warm_up_rows()
         for wide in (False, True):
             self.peek(wide=wide).read()
         self.halt(0, 0)
         jax.block_until_ready(self.state)
+
+    def _warm_up_rows(self) -> None:
+        """The same for rows as values: slot 0, which remembers nothing yet, moves onto itself."""
+        if "read_end" in self.programs:
+            self.write_end(0, np.zeros(0, np.int32), self.read_end(0))
+        if "read_block" in self.programs:
+            self.write_block(0, 0, 0, self.read_block(0, 0))
+        for name in self.programs:
+            if name[0] == "copy_row":
+                self.copy_row(0, 0, name[1])
+            elif name[0] == "resume":
+                self.resume(0, 0, sampled=name[1])
 
 
 def _compile(lowerings: dict, progress: Progress | None) -> dict:

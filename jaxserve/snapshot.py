@@ -30,6 +30,14 @@ class Recurrent:
     conv: jax.Array  # [Lr, W-1, C] f32
 
 
+@chex.dataclass(frozen=True)
+class End:
+    """What a row has at its last token only, whatever its length."""
+
+    recurrent: Recurrent | None  # None: the model has no recurrent layers
+    logits: jax.Array  # [V] f32
+
+
 def abstract_block(config: ModelConfig, kv_dtype: str = "float16") -> jax.ShapeDtypeStruct | None:
     """Shape and dtype of a block of keys and values. None: the model has no attention layers."""
     keys = abstract_memory(config, slots=1, context=BLOCK_TOKENS, kv_dtype=kv_dtype).keys
@@ -44,15 +52,16 @@ def abstract_recurrent(config: ModelConfig) -> Recurrent | None:
     return Recurrent(delta=_without_slots(memory.delta), conv=_without_slots(memory.conv))
 
 
-def abstract_logits(config: ModelConfig) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of one row's kept logits."""
-    return jax.ShapeDtypeStruct((config.vocab_size,), jnp.dtype(jnp.float32))
+def abstract_end(config: ModelConfig) -> End:
+    """Shapes and dtypes of an `End`."""
+    logits = jax.ShapeDtypeStruct((config.vocab_size,), jnp.dtype(jnp.float32))
+    return End(recurrent=abstract_recurrent(config), logits=logits)
 
 
 def snapshot_nbytes(config: ModelConfig, kv_dtype: str = "float16") -> tuple[int, int, int]:
     """Bytes of a block, of a recurrent state and of a row of logits."""
-    parts = abstract_block(config, kv_dtype), abstract_recurrent(config), abstract_logits(config)
-    return tuple(nbytes(part) for part in parts)
+    end = abstract_end(config)
+    return tuple(nbytes(part) for part in (abstract_block(config, kv_dtype), end.recurrent, end.logits))
 
 
 @functools.partial(jax.jit, static_argnames="sampled", donate_argnums=0)
@@ -104,19 +113,15 @@ def read_block(state: State, slot: jax.Array, start: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def read_recurrent(state: State, slot: jax.Array) -> Recurrent:
-    """A slot's recurrent state.   slot: i32 []"""
-    delta, conv = (
-        lax.dynamic_index_in_dim(stack, slot, 1, keepdims=False)
-        for stack in (state.memory.delta, state.memory.conv)
-    )
-    return Recurrent(delta=delta, conv=conv)
-
-
-@jax.jit
-def read_logits(state: State, slot: jax.Array) -> jax.Array:
-    """A slot's kept logits.   slot: i32 [] → f32 [V]"""
-    return state.logits[slot]
+def read_end(state: State, slot: jax.Array) -> End:
+    """A slot's recurrent state and kept logits.   slot: i32 []"""
+    memory, recurrent = state.memory, None
+    if memory.delta is not None:
+        delta, conv = (
+            lax.dynamic_index_in_dim(stack, slot, 1, keepdims=False) for stack in (memory.delta, memory.conv)
+        )
+        recurrent = Recurrent(delta=delta, conv=conv)
+    return End(recurrent=recurrent, logits=state.logits[slot])
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -132,48 +137,39 @@ def write_block(state: State, slot: jax.Array, start: jax.Array, count: jax.Arra
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def write_recurrent(state: State, slot: jax.Array, recurrent: Recurrent) -> State:
-    """Put a recurrent state into a slot.   slot: i32 []"""
-    delta = lax.dynamic_update_index_in_dim(state.memory.delta, recurrent.delta, slot, 1)
-    conv = lax.dynamic_update_index_in_dim(state.memory.conv, recurrent.conv, slot, 1)
-    return state.replace(memory=state.memory.replace(delta=delta, conv=conv))
+def write_end(state: State, slot: jax.Array, tokens: jax.Array, end: End) -> State:
+    """Put what a row has at its last token into a slot, and which tokens it was fed.
 
-
-@functools.partial(jax.jit, donate_argnums=0)
-def write_logits(state: State, slot: jax.Array, logits: jax.Array) -> State:
-    """Put kept logits into a slot.   slot: i32 [], logits: f32 [V]"""
-    return state.replace(logits=state.logits.at[slot].set(logits))
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def set_history(state: State, slot: jax.Array, tokens: jax.Array) -> State:
-    """Replace the tokens a slot was fed.   slot: i32 [], tokens: i32 [S], past the slot's length anything"""
-    return state.replace(history=state.history.at[slot].set(tokens))
+    slot: i32 [], tokens: i32 [S], past the row's length anything
+    """
+    memory = state.memory
+    if end.recurrent is not None:
+        delta = lax.dynamic_update_index_in_dim(memory.delta, end.recurrent.delta, slot, 1)
+        conv = lax.dynamic_update_index_in_dim(memory.conv, end.recurrent.conv, slot, 1)
+        memory = memory.replace(delta=delta, conv=conv)
+    logits, history = state.logits.at[slot].set(end.logits), state.history.at[slot].set(tokens)
+    return state.replace(memory=memory, logits=logits, history=history)
 
 
 def lowerings(
-    state: State, block: jax.Array | None, recurrent: Recurrent | None, *, reaches: Iterable[int]
+    state: State, block: jax.Array | None, end: End, *, reaches: Iterable[int]
 ) -> dict[object, Callable[[], jax.stages.Lowered]]:
     """Name → a thunk that lowers the program, for every program a state of these shapes needs.
 
-    All arguments may be ShapeDtypeStructs. A model without recurrent layers gets no programs for them, one
-    without attention layers none for blocks, a single slot none that copy rows.
+    All arguments may be ShapeDtypeStructs. A model without attention layers gets no programs for blocks, a
+    single slot none that copy rows.
     """
     i32 = jax.ShapeDtypeStruct((), np.int32)
-    one_row = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
+    tokens = jax.ShapeDtypeStruct(state.history.shape[1:], np.int32)
     table = {
         ("resume", False): lambda: resume.lower(state, i32, i32, sampled=False),
         ("resume", True): lambda: resume.lower(state, i32, i32, sampled=True),
-        "read_logits": lambda: read_logits.lower(state, i32),
-        "write_logits": lambda: write_logits.lower(state, i32, one_row(state.logits)),
-        "set_history": lambda: set_history.lower(state, i32, one_row(state.history)),
+        "read_end": lambda: read_end.lower(state, i32),
+        "write_end": lambda: write_end.lower(state, i32, tokens, end),
     }
     if block is not None:
         table["read_block"] = lambda: read_block.lower(state, i32, i32)
         table["write_block"] = lambda: write_block.lower(state, i32, i32, i32, block)
-    if recurrent is not None:
-        table["read_recurrent"] = lambda: read_recurrent.lower(state, i32)
-        table["write_recurrent"] = lambda: write_recurrent.lower(state, i32, recurrent)
     if state.length.shape[0] > 1:
         for reach in reaches:
             table["copy_row", reach] = functools.partial(copy_row.lower, state, i32, i32, i32, reach=reach)

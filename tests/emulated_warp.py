@@ -35,6 +35,9 @@ class Register:
     def __or__(self, other):
         return self._binary(other, np.bitwise_or)
 
+    def __xor__(self, other):
+        return self._binary(other, np.bitwise_xor)
+
     def __lshift__(self, other):
         return self._binary(other, np.left_shift)
 
@@ -129,11 +132,32 @@ def absolute_f16x2(a):
 
 
 def multiply_f16x2(a, b):
-    return _pair(_halves(a) * _halves(b))
+    return _pair(_halves(a) * _halves(b if isinstance(b, Register) else constant(b)))
 
 
 def subtract_f16x2(a, b):
     return _pair(_halves(a) - _halves(b if isinstance(b, Register) else constant(b)))
+
+
+def fma_f16x2(a, b, c):
+    a, b, c = (_halves(v).astype(np.float64) for v in (a, b, c))
+    return _pair(a * b + c)
+
+
+def _u16(register):
+    return np.ascontiguousarray(register.lanes).view(np.uint16)
+
+
+def minimum_u16x2(a, b):
+    return Register(np.minimum(_u16(a), _u16(constant(b))).view(np.uint32))
+
+
+def maximum_u16x2(a, b):
+    return Register(np.maximum(_u16(a), _u16(constant(b))).view(np.uint32))
+
+
+def splat_f16x2(pair, which):
+    return _pair(_halves(pair)[:, [which, which]])
 
 
 def unpack_f16x2(word):

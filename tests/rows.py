@@ -75,25 +75,16 @@ class StateRows:
     def read_block(self, slot, start):
         return self._read(snapshot.read_block, slot, start)
 
-    def read_recurrent(self, slot):
-        return self._read(snapshot.read_recurrent, slot)
-
-    def read_logits(self, slot):
-        return self._read(snapshot.read_logits, slot)
+    def read_end(self, slot):
+        return self._read(snapshot.read_end, slot)
 
     def write_block(self, slot, start, count, block):
         self._write(snapshot.write_block, slot, start, count, block)
 
-    def write_recurrent(self, slot, recurrent):
-        self._write(snapshot.write_recurrent, slot, recurrent)
-
-    def write_logits(self, slot, logits):
-        self._write(snapshot.write_logits, slot, logits)
-
-    def set_history(self, slot, tokens):
+    def write_end(self, slot, tokens, end):
         padded = np.zeros(self.state.history.shape[1], np.int32)
         padded[: len(tokens)] = tokens
-        self._write(snapshot.set_history, slot, padded)
+        self._write(snapshot.write_end, slot, padded, end)
 
     def _read(self, function, *place):
         self.calls.append(function.__name__)

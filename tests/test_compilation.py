@@ -101,14 +101,14 @@ def test_an_engine_has_few_programs(slots, limit, platform):
     assert prefills + decodes + len(["admit", "halt", "score", "peek", "peek wide"]) <= limit
     config = model("hybrid")[1]
     shape = dict(slots=slots, context=4096)
-    block, recurrent = snapshot.abstract_block(config), snapshot.abstract_recurrent(config)
-    rows = snapshot.lowerings(abstract_state(config, **shape), block, recurrent, reaches=buckets.reaches)
-    assert len(rows) <= 11
+    block, end = snapshot.abstract_block(config), snapshot.abstract_end(config)
+    rows = snapshot.lowerings(abstract_state(config, **shape), block, end, reaches=buckets.reaches)
+    assert len(rows) <= 8
 
 
 def test_an_engine_has_the_programs_its_buckets_say():
     engine = scripted()
-    assert len(engine.programs) == engine.stats()["programs"] == 9 + 7  # seven for rows as values
+    assert len(engine.programs) == engine.stats()["programs"] == 9 + 6  # six for rows as values
     assert len(scripted(reuse=False).programs) == 9
     assert engine.programs.count("admit") == 1
 

@@ -20,7 +20,7 @@ def config(request):
 def filled(config, seed: int = 0) -> StateRows:
     """Rows of noise whose slot 1 was fed TOKENS."""
     rows = StateRows(random_state(config, slots=2, context=CONTEXT, seed=seed))
-    rows.set_history(1, TOKENS)
+    rows.write_end(1, TOKENS, rows.read_end(1))
     rows.calls.clear()
     return rows
 
@@ -59,8 +59,17 @@ def test_what_the_slot_still_holds_is_not_moved():
     for keep, blocks in ((0, 3), (BLOCK_TOKENS - 1, 3), (BLOCK_TOKENS, 2), (LENGTH - 1, 1), (LENGTH, 0)):
         target.calls.clear()
         tier.restore(target, 1, match, keep=keep)
-        rest = ["set_history"] * (blocks > 0) + ["write_recurrent", "write_logits"]
-        assert target.calls == ["write_block"] * blocks + rest
+        assert target.calls == ["write_block"] * blocks + ["write_end"]
+
+
+def test_bytes_are_counted_as_they_come_back():
+    source, tier = filled(model("hybrid")), new_tier(model("hybrid"))
+    tier.store(TOKENS, source, 1, logits=True)
+    block, recurrent, logits = snapshot_nbytes(model("hybrid"), "float16")
+    tier.restore(source, 0, tier.match(TOKENS))
+    assert tier.stats()["restored_bytes"] == 3 * block + recurrent + logits
+    tier.restore(source, 0, tier.match(TOKENS), keep=LENGTH)
+    assert tier.stats()["restored_bytes"] == 3 * block + 2 * (recurrent + logits)
 
 
 def test_a_part_of_an_attention_prefix_comes_back_alone():
@@ -79,7 +88,8 @@ def test_a_part_of_an_attention_prefix_comes_back_alone():
         expected = before.memory[name].copy()
         expected[:, 0, :, :300] = np.asarray(source.state.memory[name])[:, 1, :, :300]
         assert_same(after.memory[name], expected)
-    assert_same(after.logits, before.logits)
+    assert not after.logits[0].any()  # those after 300 tokens are not known
+    assert_same(after.logits[1], before.logits[1])
 
 
 def test_a_prefix_with_recurrent_state_comes_back_at_its_checkpoints_only():
@@ -96,7 +106,7 @@ def test_shared_blocks_are_read_once(config):
     source.calls.clear()
     tier.store(np.append(TOKENS[:-1], 7), source, 1, logits=False)
     attention, delta = config.layers_of("attention") > 0, config.layers_of("delta") > 0
-    assert source.calls == ["read_block"] * attention + ["read_recurrent"] * delta
+    assert source.calls == ["read_block"] * attention + ["read_end"] * delta
 
 
 def test_the_sizes_in_the_books_are_those_of_the_arrays(config):
@@ -118,7 +128,7 @@ def test_a_small_budget_evicts_and_a_tiny_one_skips(config):
     assert tier.stats()["entries"] == 4 and tier.stats()["evictions"] == 6
     tiny = new_tier(config, budget=one - 1)
     assert not tiny.store([1, 2], source, 1, logits=True)
-    assert tiny.stats() == {"bytes": 0, "entries": 0, "evictions": 0, "skipped": 1}
+    assert tiny.stats() == {"bytes": 0, "entries": 0, "evictions": 0, "skipped": 1, "restored_bytes": 0}
 
 
 def test_a_match_survives_its_eviction(config):

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.ops.activation import ACTIVATIONS
+from jaxserve.ops.norm import rms_norm
 from jaxserve.quant import mosaic
 from jaxserve.quant.mosaic.records import LAYOUTS
 from tests.quants import dense
@@ -110,3 +112,44 @@ def test_packing_on_the_device_loses_nothing(name):
     raw = raw_matrix(name, 64, 512)
     unpacked = np.asarray(mosaic.unpack(name, mosaic.pack(name, raw), 512))
     np.testing.assert_array_equal(unpacked.view(np.uint32), dense(raw, name).view(np.uint32))
+
+
+AROUND = {
+    "norm": dict(gain=True),
+    "norm and activation": dict(gain=True, activation="silu"),
+    "activation": dict(activation="gelu"),
+    "residual": dict(residual=True),
+    "everything": dict(gain=True, activation="silu", residual=True),
+}
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "BF16"])
+@pytest.mark.parametrize("shape", [(2048, 1536), (17920, 1536), (1536, 8960), (64, 544)], ids=str)
+def test_what_stands_around_a_product_rides_along(shape, name, rows, around, matrix):
+    """544 columns end inside a chunk; 8960 are split over blocks, where XLA does the rest."""
+    n, k = shape
+    if k % LAYOUTS[name].block:
+        pytest.skip(f"{name} has blocks of {LAYOUTS[name].block}")
+    records, w = matrix(name, n, k)
+    x = activations(rows, k)
+    gain = jnp.linspace(0.5, 1.5, k) if "gain" in around else None
+    activation = around.get("activation")
+    out = n if activation is None else n // 2
+    residual = jax.random.normal(jax.random.key(7), (rows, out)) if "residual" in around else None
+    y = mosaic.decode_matmul(
+        x, records, name, k, gain=gain, eps=1e-6, activation=activation, residual=residual
+    )
+    h = x if gain is None else rms_norm(x, gain, 1e-6)
+    want = exact(h, w, n)
+    if activation is not None:
+        want = np.asarray(ACTIVATIONS[activation](want[:, :out])) * want[:, out:]
+    if residual is not None:
+        want = want + np.asarray(residual)
+    assert error(y, want) < 2e-3
+    for _ in range(REPEATS):
+        again = mosaic.decode_matmul(
+            x, records, name, k, gain=gain, eps=1e-6, activation=activation, residual=residual
+        )
+        assert (again == y).all()

@@ -31,12 +31,10 @@ def has(config, kind: str) -> bool:
 
 
 def read_all(config, state, slot: int) -> dict:
-    """A row's first block, its recurrent state and its logits, as far as the model has them."""
-    parts = {"logits": snapshot.read_logits(state, i32(slot))}
+    """A row's first block, where the model has any, and what it has at its last token."""
+    parts = {"end": snapshot.read_end(state, i32(slot))}
     if has(config, "attention"):
         parts["block"] = snapshot.read_block(state, i32(slot), i32(0))
-    if has(config, "delta"):
-        parts["recurrent"] = snapshot.read_recurrent(state, i32(slot))
     return parts
 
 
@@ -84,10 +82,8 @@ def test_a_row_written_back_elsewhere_equals_the_row_that_was_read(config, conte
         block = snapshot.read_block(source, i32(1), i32(start))
         count = min(BLOCK_TOKENS, context - start)
         target = snapshot.write_block(target, i32(0), i32(start), i32(count), block)
-    if has(config, "delta"):
-        target = snapshot.write_recurrent(target, i32(0), snapshot.read_recurrent(source, i32(1)))
-    target = snapshot.write_logits(target, i32(0), snapshot.read_logits(source, i32(1)))
-    target = snapshot.set_history(target, i32(0), np.array(wanted.history[1]))
+    end = snapshot.read_end(source, i32(1))
+    target = snapshot.write_end(target, i32(0), np.array(wanted.history[1]), end)
     after = on_host(target)
     assert_same(row(after, 0, context), row(wanted, 1, context))
     assert_same(rest(after, 0), rest(before, 0))
@@ -124,7 +120,8 @@ def test_a_snapshot_stays_as_it_was_while_the_state_moves_on(config):
     wanted = on_host(read_all(config, state, 0))
     for _ in range(10):
         state = snapshot.copy_row(state, i32(1), i32(0), i32(5))
-        state = snapshot.set_history(state, i32(0), np.zeros(CONTEXT, np.int32))
+        end = snapshot.read_end(state, i32(1))
+        state = snapshot.write_end(state, i32(0), np.zeros(CONTEXT, np.int32), end)
     assert_same(on_host(kept), wanted)
 
 
@@ -170,8 +167,8 @@ def test_a_greedy_full_hit_draws_the_same_without_the_sampler():
 
 def test_every_program_writes_in_place_and_makes_no_copy_of_the_state(config):
     state = abstract_state(config, slots=8, context=4096)
-    block, recurrent = snapshot.abstract_block(config), snapshot.abstract_recurrent(config)
-    for name, lower in snapshot.lowerings(state, block, recurrent, reaches=(512, 4096)).items():
+    block, end = snapshot.abstract_block(config), snapshot.abstract_end(config)
+    for name, lower in snapshot.lowerings(state, block, end, reaches=(512, 4096)).items():
         memory = lower().compile().memory_analysis()
         if str(name).startswith("read"):
             assert memory.alias_size_in_bytes == 0
@@ -185,12 +182,9 @@ def test_addresses_stay_through_reads_and_writes(config):
     state = random_state(config)
     addresses = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
     parts = read_all(config, state, 0)
-    state = snapshot.write_logits(state, i32(1), parts["logits"])
     if "block" in parts:
         state = snapshot.write_block(state, i32(1), i32(0), i32(9), parts["block"])
-    if "recurrent" in parts:
-        state = snapshot.write_recurrent(state, i32(1), parts["recurrent"])
-    state = snapshot.set_history(state, i32(1), np.zeros(CONTEXT, np.int32))
+    state = snapshot.write_end(state, i32(1), np.zeros(CONTEXT, np.int32), parts["end"])
     state = snapshot.copy_row(state, i32(1), i32(2), i32(9))
     state = snapshot.resume(state, i32(2), i32(9))
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)] == addresses
@@ -200,25 +194,23 @@ def test_a_program_exists_for_what_the_model_has_and_no_more(config):
     names = {}
     for slots in (1, 3):
         state = init_state(config, slots=slots, context=64)
-        parts = snapshot.abstract_block(config), snapshot.abstract_recurrent(config)
+        parts = snapshot.abstract_block(config), snapshot.abstract_end(config)
         names[slots] = set(snapshot.lowerings(state, *parts, reaches=(32, 64)))
     assert names[3] - names[1] == {("copy_row", 32), ("copy_row", 64)}
-    for kind, thing in (("attention", "block"), ("delta", "recurrent")):
-        assert ({f"read_{thing}", f"write_{thing}"} <= names[1]) == (config.layers_of(kind) > 0)
-    assert {("resume", False), ("resume", True), "read_logits", "write_logits", "set_history"} <= names[1]
+    blocks = {"read_block", "write_block"} if has(config, "attention") else set()
+    assert names[1] == {("resume", False), ("resume", True), "read_end", "write_end"} | blocks
 
 
 def test_sizes_and_shapes_are_those_of_what_is_read(config):
     parts = read_all(config, random_state(config, kv_dtype="float32"), 0)
     shapes = {
         "block": snapshot.abstract_block(config, "float32"),
-        "recurrent": snapshot.abstract_recurrent(config),
-        "logits": snapshot.abstract_logits(config),
+        "end": snapshot.abstract_end(config),
     }
     assert {name for name, shape in shapes.items() if shape is not None} == set(parts)
     for name, part in parts.items():
         assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), part) == jax.tree.map(
             lambda leaf: (leaf.shape, leaf.dtype), shapes[name]
         )
-    sizes = tuple(nbytes(parts.get(name)) for name in ("block", "recurrent", "logits"))
+    sizes = (nbytes(parts.get("block")), nbytes(parts["end"].recurrent), nbytes(parts["end"].logits))
     assert snapshot.snapshot_nbytes(config, "float32") == sizes

@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve import quant
+from jaxserve import hopper, quant
 from jaxserve.config import ModelConfig
 from jaxserve.ops import attention as kv
 from jaxserve.ops import delta
 from jaxserve.ops.conv import short_conv
+from jaxserve.ops.mosaic import attention as attention_kernel
+from jaxserve.ops.mosaic import chunk_attention
+from jaxserve.ops.mosaic import delta as delta_kernel
 from jaxserve.ops.norm import rms_norm
 from jaxserve.ops.rope import rotate
 from jaxserve.state import Memory
@@ -42,9 +45,19 @@ def project(
     """
     if len(parts) == 1 and bias is None:
         return quant.matmul(x, parts[0], norm=norm, activation=activation, residual=residual)
-    out = jnp.concatenate([quant.matmul(x, part, norm=norm) for part in parts], axis=-1)
+    out = side_by_side(outputs(x, parts, norm))
     out = quant.gated(out if bias is None else out + bias, activation)
     return out if residual is None else residual + out
+
+
+def outputs(x: jax.Array, parts: tuple, norm: quant.Norm) -> tuple[jax.Array, ...]:
+    """norm(x) @ Wᵀ for each matrix of a projection.   x: f32 [..., K] → f32 [..., n] each"""
+    return tuple(quant.matmul(x, part, norm=norm) for part in parts)
+
+
+def side_by_side(found: tuple[jax.Array, ...]) -> jax.Array:
+    """What the matrices of a projection put out, as one array."""
+    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
 
 
 def attention(
@@ -66,43 +79,79 @@ def attention(
     head holds its query, then its output gate.
     """
     batch, length, _ = x.shape
-    heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
-    norm = quant.Norm(w["attn_norm"], config.norm_eps)
     with jax.named_scope("qkv"):
-        qkv = project(x, w["qkv"], w.get("qkv_bias"), norm=norm)
-        q_size = qkv.shape[-1] - 2 * kv_heads * dim
-        q, k, v = jnp.split(qkv, [q_size, q_size + kv_heads * dim], axis=-1)
-        q = q.reshape(batch, length, heads, -1)
-        q, gate = (q[..., :dim], q[..., dim:]) if q.shape[-1] > dim else (q, None)
-        k, v = (x.reshape(batch, length, kv_heads, dim) for x in (k, v))
-    if "q_norm" in w:
-        q, k = rms_norm(q, w["q_norm"], config.norm_eps), rms_norm(k, w["k_norm"], config.norm_eps)
-    q, k = (rotate(x, rope, config.rope_interleaved) for x in (q, k))
-    memory, out = _attend(
-        memory, q, k, v, span, rank, scale=config.attention_scale, window=window, reach=reach
-    )
-    if gate is not None:
-        out = out * jax.nn.sigmoid(gate)
+        qkv = outputs(x, w["qkv"], quant.Norm(w["attn_norm"], config.norm_eps))
+    heads, dim = config.heads, config.head_dim
+    if length == 1 and follows_real_length(config, memory.keys.dtype.name):
+        keys, values, out = attention_kernel.decode_attention(
+            tuple(part[:, 0] for part in qkv), w.get("qkv_bias"), w.get("q_norm"), w.get("k_norm"), rope,
+            memory.keys, memory.values, jnp.asarray(rank), span.rows, span.start, span.count > 0,
+            heads=heads, kv_heads=config.kv_heads, dim=dim, gated=_is_gated(qkv, config),
+            scale=config.attention_scale, window=window, interleaved=config.rope_interleaved,
+            eps=config.norm_eps,
+        )  # fmt: skip
+    else:
+        keys, values, out = _attend(w, memory, side_by_side(qkv), span, rope, rank, config, window, reach)
     out = out.reshape(batch, length, heads * dim)
+    memory = memory.replace(keys=keys, values=values)
     return memory, project(out, w["attn_out"], w.get("attn_out_bias"), residual=residual)
 
 
-def _attend(memory: Memory, q, k, v, span: Span, rank, *, scale: float, window: int, reach: int):
-    if q.shape[1] == 1:
-        place = (rank, span.rows, span.start)
-        keys, values = (
-            kv.write_tokens(cache, new[:, 0], *place, span.count > 0)
-            for cache, new in ((memory.keys, k), (memory.values, v))
-        )
-        out = kv.attend_tokens(q[:, 0], keys, values, *place, scale=scale, window=window, span=reach)[:, None]
-    else:
-        row, start = span.rows[0], span.start[0]
-        keys, values = (
-            kv.write_chunk(cache, new[0], rank, row, start, span.count[0])
-            for cache, new in ((memory.keys, k), (memory.values, v))
-        )
-        out = kv.attend_chunk(q[0], keys, values, rank, row, start, scale=scale, window=window)[None]
-    return memory.replace(keys=keys, values=values), out
+def follows_real_length(config: ModelConfig, kv_dtype: str) -> bool:
+    """Whether decode attention reads the cached positions of a row and no others; else it reads `reach`."""
+    shape = config.heads, config.kv_heads, config.head_dim, config.rope_dims
+    return _has_kernel(attention_kernel, *shape, kv_dtype)
+
+
+def _has_kernel(kernel, *shape) -> bool:
+    """Whether this device has a kernel of its own for a layer of this shape."""
+    return hopper.is_available() and kernel.supported(*shape)
+
+
+def _is_gated(qkv: tuple[jax.Array, ...], config: ModelConfig) -> bool:
+    """Whether every head's query is followed by an output gate."""
+    width = sum(part.shape[-1] for part in qkv)
+    return width > (config.heads + 2 * config.kv_heads) * config.head_dim
+
+
+def _attend(w, memory, qkv, span, rope, rank, config: ModelConfig, window: int, reach: int):
+    """What lies between the projections, in XLA.   qkv: f32 [B, T, N] → keys, values, f32 [B, T, Hq, D]"""
+    batch, length, _ = qkv.shape
+    heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
+    if "qkv_bias" in w:
+        qkv = qkv + w["qkv_bias"]
+    q_size = qkv.shape[-1] - 2 * kv_heads * dim
+    q, k, v = jnp.split(qkv, [q_size, q_size + kv_heads * dim], axis=-1)
+    q = q.reshape(batch, length, heads, -1)
+    q, gate = (q[..., :dim], q[..., dim:]) if q.shape[-1] > dim else (q, None)
+    k, v = (x.reshape(batch, length, kv_heads, dim) for x in (k, v))
+    if "q_norm" in w:
+        q, k = rms_norm(q, w["q_norm"], config.norm_eps), rms_norm(k, w["k_norm"], config.norm_eps)
+    q, k = (rotate(x, rope, config.rope_interleaved) for x in (q, k))
+    attend = _attend_token if length == 1 else _attend_chunk
+    keys, values, out = attend(memory, q, k, v, span, rank, config.attention_scale, window, reach)
+    return keys, values, out if gate is None else out * jax.nn.sigmoid(gate)
+
+
+def _attend_token(memory: Memory, q, k, v, span: Span, rank, scale: float, window: int, reach: int):
+    place = (rank, span.rows, span.start)
+    keys, values = (
+        kv.write_tokens(cache, new[:, 0], *place, span.count > 0)
+        for cache, new in ((memory.keys, k), (memory.values, v))
+    )
+    out = kv.attend_tokens(q[:, 0], keys, values, *place, scale=scale, window=window, span=reach)
+    return keys, values, out[:, None]
+
+
+def _attend_chunk(memory: Memory, q, k, v, span: Span, rank, scale: float, window: int, reach: int):
+    row, start = span.rows[0], span.start[0]
+    keys, values = (
+        kv.write_chunk(cache, new[0], rank, row, start, span.count[0])
+        for cache, new in ((memory.keys, k), (memory.values, v))
+    )
+    form = chunk_attention if _has_kernel(chunk_attention, q.shape[-1], q.shape[1], keys.dtype) else kv
+    out = form.attend_chunk(q[0], keys, values, rank, row, start, scale=scale, window=window)
+    return keys, values, out[None]
 
 
 def delta_net(
@@ -120,11 +169,28 @@ def delta_net(
     x, residual: f32 [B, T, E] → memory, f32 [B, T, E]. A row that starts at position 0 starts from a zero
     state; an inactive row and padding leave theirs as it is.
     """
-    d = config.delta
     batch, length, _ = x.shape
-    norm = quant.Norm(w["attn_norm"], config.norm_eps)
+    projected = outputs(x, w["delta_in"], quant.Norm(w["attn_norm"], config.norm_eps))
+    if length == 1 and _has_kernel(delta_kernel, config.delta):
+        conv, state, out = delta_kernel.decode_delta(
+            tuple(part[:, 0] for part in projected), w["conv"], w["decay"], w["decay_bias"], w["delta_norm"],
+            memory.conv, memory.delta, jnp.asarray(rank), span.rows, span.start, span.count > 0,
+            config=config.delta, eps=config.norm_eps,
+        )  # fmt: skip
+    else:
+        conv, state, out = _recur(w, memory, side_by_side(projected), span, rank, config)
+    memory = memory.replace(conv=conv, delta=state)
+    return memory, project(out.reshape(batch, length, -1), w["delta_out"], residual=residual)
+
+
+def _recur(w, memory, projected, span: Span, rank, config: ModelConfig):
+    """What lies between the projections, in XLA.
+
+    projected: f32 [B, T, N] → conv, delta, f32 [B, T, Hv, Dv]
+    """
+    d = config.delta
+    batch, length, _ = projected.shape
     sizes = [d.channels, d.value_heads * d.value_dim, d.value_heads]
-    projected = project(x, w["delta_in"], norm=norm)
     u, z, b, a = jnp.split(projected, [sum(sizes[:i]) for i in (1, 2, 3)], axis=-1)
     fresh = span.start == 0
     with jax.named_scope("conv"):
@@ -151,11 +217,8 @@ def delta_net(
         else:
             valid = jnp.arange(length) < span.count[:, None]
             out, state = delta.delta_chunked(state, q, k, v, g, beta, valid=valid)
-    memory = memory.replace(
-        conv=_write(memory.conv, tail, rank, span), delta=_write(memory.delta, state, rank, span)
-    )
     out = delta.gated_norm(out, z.reshape(out.shape), w["delta_norm"], config.norm_eps)
-    return memory, project(out.reshape(batch, length, -1), w["delta_out"], residual=residual)
+    return _write(memory.conv, tail, rank, span), _write(memory.delta, state, rank, span), out
 
 
 def _read(stack: jax.Array, rank, rows: jax.Array, fresh: jax.Array) -> jax.Array:

@@ -1,6 +1,21 @@
-"""Decode kernels for packed matrices on NVIDIA Hopper GPUs: 1 … 8 rows at the speed of memory."""
+"""Kernels for packed matrices on NVIDIA Hopper GPUs: products of few and of many rows, decoding."""
 
+from jaxserve.quant.mosaic.by_rows import matmul
 from jaxserve.quant.mosaic.decode import MAX_BATCH, decode_matmul, expert_decode_matmul, supported
+from jaxserve.quant.mosaic.dequantise import dequantise, take_rows
 from jaxserve.quant.mosaic.records import pack, unpack
+from jaxserve.quant.mosaic.wide import grouped_wide_matmul, wide_matmul
 
-__all__ = ["MAX_BATCH", "decode_matmul", "expert_decode_matmul", "pack", "supported", "unpack"]
+__all__ = [
+    "MAX_BATCH",
+    "decode_matmul",
+    "dequantise",
+    "expert_decode_matmul",
+    "grouped_wide_matmul",
+    "matmul",
+    "pack",
+    "supported",
+    "take_rows",
+    "unpack",
+    "wide_matmul",
+]

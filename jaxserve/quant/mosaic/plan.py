@@ -60,12 +60,15 @@ class Plan:
 def plan(row_tiles: int, chunks: int, record_bytes: int, matrices: int = 1, unit: int = 1) -> Plan:
     """The cheapest cut, by a cost in µs fitted to measurements on an H200.
 
+    K is split only where it has more chunks than a block has warps: a sum over splits is a kernel of its own.
     With several `matrices` side by side each gets a share of the multiprocessors; K is cut as for one. Every
     `unit` row tiles stay together.
     """
     max_warps = min(MAX_WARPS, RING_BYTES // (2 * record_bytes))  # two ring slots each
     cuts = [(-(-chunks // splits), splits) for splits in range(1, chunks + 1)]
     cuts = [(c, splits) for c, splits in cuts if c <= max_warps and -(-chunks // c) == splits]
+    if chunks <= max_warps:
+        cuts = [(chunks, 1)]
     spreads = [_spread(row_tiles, *cut, max_warps, record_bytes, 1, unit) for cut in cuts]
     _, best = min(spreads, key=lambda spread: spread[0])
     return _spread(row_tiles, best.chunks, best.splits, max_warps, record_bytes, matrices, unit)[1]

@@ -24,6 +24,7 @@ from jaxserve.ptx import (
     choose_bytes,
     constant,
     fma,
+    load_global,
     load_shared,
     mma,
     pinned,
@@ -58,6 +59,19 @@ class Lane(NamedTuple):
     t: Register
     pick: Registers  # operands B that bring column j of an m × 8 operand A to every lane
     pins: Registers  # the type's constants
+    load: Callable[
+        [Register, Register, int, int], Registers
+    ]  # (record, place, offset, words): where records lie
+
+
+def from_shared(record: Register, place: Register, offset: int, words: int) -> Registers:
+    """Words of a record in shared memory."""
+    return load_shared(record + place, offset, words)
+
+
+def from_global(record: Register, place: Register, offset: int, words: int) -> Registers:
+    """Words of a record in global memory."""
+    return load_global(record + place.widened(), offset, words)
 
 
 Fragments = list[Sequence[Register]]  # operand A, four registers for each of four steps
@@ -82,7 +96,7 @@ class Product:
 
 
 def _lane_words(record: Register, k: Lane, chunk: int) -> Registers:
-    return load_shared(record + k.lane * 16, 512 * chunk, 4)
+    return k.load(record, k.lane * 16, 512 * chunk, 4)
 
 
 def _steps(values: Callable[[int, int, int], Register]) -> Fragments:
@@ -221,7 +235,7 @@ def _half_codes(record: Register, k: Lane) -> Iterator[Fragments]:
 
 
 def _half_scales(record: Register, k: Lane, offset: int) -> Registers:
-    return load_shared(record + k.lane * 8, offset, 2)
+    return k.load(record, k.lane * 8, offset, 2)
 
 
 def _byte_scales(groups: int, zero: int):
@@ -231,10 +245,10 @@ def _byte_scales(groups: int, zero: int):
         magic = constant(MAGIC[1024])
         bias = _f16x2(1024 + zero)
         if groups == 8:
-            (word,) = load_shared(record + k.lane * 4, offset, 1)
+            (word,) = k.load(record, k.lane * 4, offset, 1)
             bytes_ = [choose_bytes(word, magic, selector) for selector in BYTE_PAIRS]
         else:
-            words = load_shared(record + k.lane * 8, offset, 2)
+            words = k.load(record, k.lane * 8, offset, 2)
             bytes_ = [choose_bytes(w, magic, selector) for selector in BYTE_PAIRS for w in words]
         return [subtract_f16x2(pair, bias) for pair in bytes_]
 
@@ -250,7 +264,7 @@ def _nibble_scales(high: bool):
     """Q2_K: a byte holds the scale below and the min above."""
 
     def scales(record: Register, k: Lane, offset: int) -> Registers:
-        words = load_shared(record + k.lane * 8, offset, 2)
+        words = k.load(record, k.lane * 8, offset, 2)
         pairs = [choose_bytes(w, 0, selector) for selector in BYTE_PAIRS for w in words]
         mask, magic = (0x00F000F0, MAGIC[64]) if high else (0x000F000F, MAGIC[1024])
         return [subtract_f16x2(and_or(pair, mask, magic), magic) for pair in pairs]
@@ -260,7 +274,7 @@ def _nibble_scales(high: bool):
 
 def _exponent_scales(record: Register, k: Lane, offset: int) -> Registers:
     """e8m0 as bf16 2^(e − 127): its exponent field. (2^-127 would be subnormal: it reads as 0.)"""
-    (word,) = load_shared(record + k.lane * 4, offset, 1)
+    (word,) = k.load(record, k.lane * 4, offset, 1)
     return [choose_bytes(word, 0, selector) << 7 for selector in BYTE_PAIRS]
 
 
@@ -304,14 +318,14 @@ PRODUCTS = {
 }
 
 
-def lane_constants(type_name: str, lane: Register) -> Lane:
+def lane_constants(type_name: str, lane: Register, load: Callable = from_shared) -> Lane:
     """Everything about a lane that does not change from tile to tile."""
     product, t = PRODUCTS[type_name], lane & 3
     ones = {"f16": 0x3C00, "bf16": 0x3F80}[product.scale_of]
     pick = []
     if product.scales:
         pick = [select(t.equals(j // 2), constant(ones << 16 * (j % 2)), constant(0)) for j in range(8)]
-    return Lane(lane, lane >> 2, t, pick, [pinned(bits) for bits in product.pins])
+    return Lane(lane, lane >> 2, t, pick, [pinned(bits) for bits in product.pins], load)
 
 
 def tile_product(type_name: str, record: Register, xs: Chunk, k: Lane) -> Registers:
@@ -342,11 +356,11 @@ def tile_product(type_name: str, record: Register, xs: Chunk, k: Lane) -> Regist
     if product.factor != 1:
         acc = [a * product.factor for a in acc]
     if layout.rows == 1:
-        (pair,) = load_shared(record + k.g * 4, offsets[-2], 1)
+        (pair,) = k.load(record, k.g * 4, offsets[-2], 1)
         d = unpack_f16x2(pair)
         acc = [acc[i] * d[i // 2] for i in range(4)]
     if layout.rows == 2:
-        words = load_shared(record + k.g * 8, offsets[-2], 2)
+        words = k.load(record, k.g * 8, offsets[-2], 2)
         m = _times_sums(zeros(4), mins, xs.sums)
         (d, low_d) = zip(*(unpack_f16x2(w) for w in words), strict=True)
         acc = [fma(acc[i], d[i // 2], m[i] * (constant(0.0) - low_d[i // 2])) for i in range(4)]

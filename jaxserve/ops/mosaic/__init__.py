@@ -1,0 +1,1 @@
+"""Decode kernels of the layers' own operations, on Mosaic GPU (Hopper)."""
