@@ -343,6 +343,11 @@ def peer_address(address: Register, block: Register) -> Register:
     return asm("mapa.shared::cluster.u32 $0, $1, $2;", "r", [address, block])[0]
 
 
+def store_peer(address: Register, values: Registers) -> None:
+    """1, 2 or 4 words into the shared memory of a block of the cluster (`peer_address`) that has started."""
+    _store("st.shared::cluster", address, 0, values)
+
+
 def send_peer(address: Register, values: Registers, barrier: Register) -> None:
     """1, 2 or 4 words into the shared memory of a block that has started, counted by an mbarrier of that block. No
     fence: a release would wait for every store of this thread.
@@ -490,6 +495,17 @@ def mma(c: Registers, a: Sequence[Register], b: Sequence[Register], of: str = "f
         return asm(MMA.format(shape="m16n8k16", of=of) + " " + text, "ffff", [*a, *b, *c])
     text = "{$0,$1,$2,$3}, {$4,$5}, {$6}, {$7,$8,$9,$10};"
     return asm(MMA.format(shape="m16n8k8", of=of) + " " + text, "ffff", [*a, *b, *c])
+
+
+def mma_tf32(c: Registers, a: Sequence[Register], b: Sequence[Register]) -> Registers:
+    """c + a @ b of f32 numbers cut to tf32, f32 out: m16n8k8 (a: 4 registers, b: 2).
+
+    Lane 4g+t holds: of a, row g and row g+8 of column t, then of column t+4; of b, rows t, t+4 of column g; of
+    c, columns 2t, 2t+1 of row g, then of row g+8.
+    """
+    text = "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    operands = [*(x.as_i32() for x in (*a, *b)), *c]
+    return asm(MMA.format(shape="m16n8k8", of="tf32") + " " + text, "ffff", operands)
 
 
 # ---- wgmma: the tensor core fed by a warpgroup of four warps, asynchronously

@@ -18,6 +18,7 @@ from jaxserve.params import MAX_LOGPROBS
 from jaxserve.sampling import Options, empty_options
 
 MAX_STEPS = 8  # tokens a row can draw in one dispatch of decode
+KV_ALIGNMENT = 8  # positions; the GPU's copy engine fetches keys in tiles of so many
 
 IDLE, RUNNING, STOPPED, FULL, BROKEN = range(5)
 """Status of a row. Only RUNNING rows feed tokens; STOPPED drew a stop id, FULL its last allowed token, BROKEN
@@ -54,10 +55,11 @@ class State:
 
 
 def abstract_memory(config: ModelConfig, *, slots: int, context: int, kv_dtype: str = "float16") -> Memory:
-    """Shapes and dtypes of `Memory` as ShapeDtypeStructs."""
+    """Shapes and dtypes of `Memory` as ShapeDtypeStructs. S is the context, rounded up to KV_ALIGNMENT."""
     attention, recurrent, delta = config.layers_of("attention"), config.layers_of("delta"), config.delta
+    capacity = -(-context // KV_ALIGNMENT) * KV_ALIGNMENT
     kv = jax.ShapeDtypeStruct(
-        (attention, slots, config.kv_heads, context, config.head_dim), jnp.dtype(kv_dtype)
+        (attention, slots, config.kv_heads, capacity, config.head_dim), jnp.dtype(kv_dtype)
     )
     f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(jnp.float32))
     return Memory(

@@ -113,7 +113,7 @@ def _mlp(w: dict, x: jax.Array, config: ModelConfig, residual: jax.Array | None)
 def _experts(w: dict, x: jax.Array, config: ModelConfig, residual: jax.Array | None) -> jax.Array:
     h = rms_norm(x, w["ffn_norm"], config.norm_eps)
     flat = h.reshape(-1, h.shape[-1])
-    chosen = moe.route(flat, w["router"], config.experts.used)
+    chosen = moe.route(flat, *w["router"], config.experts.used)
     run = moe.moe_decode if h.shape[1] == 1 else moe.moe_prefill
     out = run(flat, *chosen, w["experts_gate_up"], w["experts_down"], config.activation).reshape(h.shape)
     if config.experts.shared:

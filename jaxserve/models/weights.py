@@ -15,6 +15,7 @@ from jaxserve.errors import UnsupportedModel
 from jaxserve.gguf.hyperparameters import read_config, rope_frequencies
 from jaxserve.gguf.reader import GGUFFile, Tensor, open_gguf
 from jaxserve.gguf.tensors import check_tensors
+from jaxserve.models.layers import Layers, stack
 
 Matrix = quant.Matrix
 Progress = Callable[[str, int, int], None]
@@ -73,9 +74,7 @@ class Weights:
     output_norm: jax.Array  # [E]
     output_bias: jax.Array | None  # [V]
     rope: dict[str, jax.Array]  # table name → [R/2] angle per position
-    layers: tuple[
-        dict[str, tuple[Matrix, ...] | jax.Array], ...
-    ]  # projections (and the router) of each layer
+    layers: Layers  # projections (and the router) of each layer
     vectors: dict[str, dict[str, jax.Array]]  # "all" | layer kind → name → [layers of it, …]
 
     @property
@@ -137,7 +136,7 @@ class _Loader:
         self.names = HYBRID_VECTORS if config.architecture in HYBRID else VECTORS
 
     def load(self) -> Weights:
-        layers = tuple(self.projections(i) for i in range(len(self.config.layers)))
+        layers = stack([self.projections(i) for i in range(len(self.config.layers))])
         tied = "output.weight" not in self.file.tensors
         return Weights(
             embed=self.matrix(self.file.tensors["token_embd.weight"]),
@@ -161,7 +160,7 @@ class _Loader:
                 found[name] = _merge([self.matrix(tensor) for tensor in tensors])
         router = f"blk.{index}.ffn_gate_inp.weight"
         if router in self.file.tensors:
-            found["router"] = jnp.asarray(self.vector(router))
+            found["router"] = (jnp.asarray(self.vector(router)),)
         return found
 
     def parts(self, index: int, name: str, parts: Sequence[str]) -> list[Tensor]:
@@ -239,10 +238,11 @@ class _Loader:
 
 
 def _merge(matrices: list[Matrix]) -> tuple[Matrix, ...]:
-    """Neighbours of one ggml type become one matrix."""
+    """Neighbours of one ggml type and form become one matrix."""
+    kind = lambda matrix: (quant.type_name(matrix), type(matrix))  # noqa: E731
     merged = [[matrices[0]]]
     for matrix in matrices[1:]:
-        same = quant.type_name(matrix) == quant.type_name(merged[-1][-1])
+        same = kind(matrix) == kind(merged[-1][-1])
         merged[-1].append(matrix) if same else merged.append([matrix])
     return tuple(quant.concatenate_rows(group) if len(group) > 1 else group[0] for group in merged)
 

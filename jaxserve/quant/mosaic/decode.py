@@ -4,7 +4,8 @@ A warp owns one chunk of 256 columns and a list of row tiles. It keeps its chunk
 registers and streams the records of that chunk through a ring of its own in shared memory (one bulk copy
 and one mbarrier a record): nothing about x is read in the loop, nothing waits for another warp. There is one
 block a multiprocessor, all in one wave. The partial results of a block's chunks meet in shared memory and are
-summed in fixed order; where K has more chunks than a block has warps, XLA sums the splits.
+summed in fixed order. Where K has more chunks than a block has warps, a cluster of blocks shares them and its
+first block sums what the others send.
 
 What stands around a product in a decoder (`Around`) rides along: each would be a kernel of its own. A norm's
 gain is multiplied into x as it is read, its 1/rms into the sums at the end; gate and up rows meet in the
@@ -74,7 +75,8 @@ def decode_matmul(
             f"{x.shape[0]} rows: the decode kernel takes up to {MAX_BATCH}, more are a matrix product"
         )
     _check(x, records, type_name, k, activation)
-    fuses = _plan(records, 1, activation).splits == 1  # else no block ever sees a whole sum
+    p = _plan(records, 1, activation)
+    fuses = p.cluster == p.splits  # else no block ever sees a whole sum
     if gain is not None and not (fuses and x.dtype == jnp.float32):
         x, gain = rms_norm(x, gain, eps), None
     if fuses:
@@ -107,7 +109,8 @@ def expert_decode_matmul(
             f"index {index.dtype}{index.shape} must be int32 and name a matrix for each of {len(x)} rows"
         )
     _check(x, records, type_name, k, activation)
-    if _plan(records, len(x), activation).splits == 1:
+    p = _plan(records, len(x), activation)
+    if p.cluster == p.splits:
         return _partial_products(x, records, index, type_name, k, Around(activation=activation))[0]
     y = _partial_products(x, records, index, type_name, k).sum(0)
     if activation is None:
@@ -135,12 +138,13 @@ def _plan(records, matrices, activation) -> Plan:
 def _partial_products(
     x, records, index, type_name: str, k: int, around: Around = PLAIN, gain=None, residual=None
 ) -> jax.Array:
-    """f32 [splits, P, N]. Rows share one matrix, or each has matrix index[p] of a stack to itself."""
+    """f32 [splits that are left, P, N]. Rows share one matrix, or each has matrix index[p] of a stack."""
     rows, n = x.shape[0], records.shape[-3] * ROWS
     batch, matrices = (rows, 1) if index is None else (1, rows)
     p = _plan(records, matrices, around.activation)
     stride = 20 if batch > 1 else 16  # words between columns of a partial result: 20 spreads the banks
     slot = batch * stride
+    per_flush = p.tiles_per_flush(slot * 4, batch)
 
     def body(*refs):
         program = functools.partial(
@@ -154,16 +158,19 @@ def _partial_products(
     out = n if around.activation is None else n // 2
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((p.splits, rows, out), jnp.float32),
-        grid=(p.blocks * matrices,),
+        out_type=jax.ShapeDtypeStruct((p.splits // p.cluster, rows, out), jnp.float32),
+        grid=(p.blocks * matrices // p.cluster,),
         grid_names=("block",),
+        cluster=(p.cluster,) if p.cluster > 1 else (),
+        cluster_names=("split",) if p.cluster > 1 else (),
         num_threads=p.warps // 4,  # Pallas' threads are warpgroups of four warps
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((_rounded(p.tiles_per_flush(slot * 4) * p.row_warps * p.chunks * slot),), jnp.float32),
+            plgpu.SMEM((_rounded(per_flush * p.row_warps * p.chunks * slot),), jnp.float32),
             plgpu.SMEM((_rounded(p.warps * p.stages * p.record_bytes // 4),), jnp.uint32),
             plgpu.SMEM((_rounded(p.warps * p.stages * 2),), jnp.uint32),
-            plgpu.SMEM((_rounded(p.chunks * batch),), jnp.float32),
+            plgpu.SMEM((_rounded(p.splits * p.chunks * batch),), jnp.float32),
+            plgpu.SMEM((_rounded(max(4, p.inbox_bytes(per_flush, batch) // 4)),), jnp.float32),
         ],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
@@ -191,10 +198,10 @@ def _program(
     *refs,
 ):
     """What a thread does. refs: x, records, each row's matrix, gain, residual (where there is one), output,
-    partial results, ring, barriers, sums of squares.
+    partial results, ring, barriers, sums of squares, what the cluster's other blocks have summed.
     """
-    (x_ref, w_ref), (o_ref, part_ref, ring_ref, barrier_ref, squares_ref) = refs[:2], refs[-5:]
-    optional = iter(refs[2:-5])
+    (x_ref, w_ref), (o_ref, part_ref, ring_ref, barrier_ref, squares_ref, inbox_ref) = refs[:2], refs[-6:]
+    optional = iter(refs[2:-6])
     index_ref, gain_ref, residual_ref = (
         next(optional) if exists else None
         for exists in (has_index, around.eps is not None, around.has_residual)
@@ -202,7 +209,7 @@ def _program(
     (row_tiles, chunks), record = records.shape[-3:-1], p.record_bytes
     rows, n, stages = x.shape[0], row_tiles * ROWS // p.unit, p.stages
     slot, warp_slots = batch * stride, p.row_warps * p.chunks
-    per_flush = p.tiles_per_flush(slot * 4)
+    per_flush = p.tiles_per_flush(slot * 4, batch)
     flushes = -(-p.tiles_per_warp // per_flush)
 
     thread, block = ptx.thread_index(), ptx.block_index()
@@ -213,7 +220,9 @@ def _program(
         (which,) = ptx.load_global(ptx.global_address(index_ref) + (row0 * 4).widened(), 0, 1)
         which = select(which < records.shape[0], which, constant(records.shape[0] - 1))
         matrix = matrix + which.widened() * (row_tiles * chunks * record)
-    group, split = (block % p.groups, block // p.groups) if p.splits > 1 else (block, constant(0))
+    group, split = (block // p.splits, block % p.splits) if p.splits > 1 else (block, constant(0))
+    if p.cluster > 1:
+        ptx.cluster_arrive("relaxed")
     tile0 = group * p.tiles
     tiles_here = select((tile0 + p.tiles) < row_tiles, constant(p.tiles), constant(row_tiles) - tile0)
     row_warp, chunk_here = warp // p.chunks, warp % p.chunks
@@ -261,7 +270,7 @@ def _program(
         for distance in (1, 2):
             squares = squares + ptx.shuffle_xor(squares.as_i32(), distance).as_f32()
         with when(both(counts_squares, lanes.g < batch)):
-            ptx.store_shared(sums_of_squares + (chunk_here * batch + lanes.g) * 4, 0, [squares])
+            ptx.store_shared(sums_of_squares + (chunk * batch + lanes.g) * 4, 0, [squares])
     if inverse is not None:
         inverse = [ptx.shuffle(inverse.as_i32(), (lanes.t * 2 + i) * 4).as_f32() for i in range(2)]
     part, out = ptx.shared_address(part_ref), ptx.global_address(o_ref)
@@ -311,30 +320,70 @@ def _program(
             total = total + ptx.load_shared(at, c * batch * 4, 1)[0].as_f32()
         return ptx.reciprocal_root(ptx.fma(total, constant(1 / k), constant(float(around.eps))))
 
-    def flush(f):
-        """Sums, finishes and writes results, four rows a thread."""
-        ptx.block_sync()
-        total = per_flush * p.row_warps // p.unit * 4 * batch
-        for base in range(0, total, p.warps * 32):
+    inbox, quads = ptx.shared_address(inbox_ref), per_flush * p.row_warps // p.unit * 4 * batch
+
+    def each_quad(f, use):
+        """use(index, first slot, column, quad, row tile) for every four rows of this flush, one a thread."""
+        for base in range(0, quads, p.warps * 32):
             i = thread + base
             s, column, quad = i // (4 * batch) * p.unit, i % (4 * batch) // 4, i % 4
             row_tile = f * (per_flush * p.row_warps) + s
-            with when(both(i < total, row_tile < tiles_here)):
-                results = [sums(s + u, column, quad) for u in range(p.unit)]
-                if around.eps is not None:
-                    factor = inverse_rms(column)
-                    results = [[v * factor for v in values] for values in results]
-                values = results[0]
-                if around.activation is not None:
-                    values = [_activated(around.activation, g) * u for g, u in zip(*results, strict=True)]
-                row = (tile0 + row_tile) // p.unit * ROWS + quad * 4
-                at = (((split * rows + row0 + column) * n + row) * 4).widened()
-                if around.has_residual:
-                    more = ptx.load_global(ptx.global_address(residual_ref) + at, 0, 4)
-                    values = [v + m.as_f32() for v, m in zip(values, more, strict=True)]
-                ptx.store_global(out + at, 0, values)
+            with when(both(i < quads, row_tile < tiles_here)):
+                use(i, s, column, quad, row_tile)
+
+    def letter(i, sender, u):
+        """Where block `sender` ≥ 1 of the cluster puts part u of quad i."""
+        return inbox + (((sender - 1) * quads + i) * p.unit + u) * 16
+
+    def send(i, s, column, quad, _):
+        for u in range(p.unit):
+            values = [v.as_i32() for v in sums(s + u, column, quad)]
+            ptx.store_peer(ptx.peer_address(letter(i, split, u), constant(0)), values)
+
+    def send_squares():
+        with when(thread < p.chunks * batch):
+            at = sums_of_squares + (split * (p.chunks * batch) + thread) * 4
+            ptx.store_peer(ptx.peer_address(at, constant(0)), ptx.load_shared(at, 0, 1))
+
+    def finish(i, s, column, quad, row_tile):
+        results = [sums(s + u, column, quad) for u in range(p.unit)]
+        for sender in range(1, p.cluster):
+            for u in range(p.unit):
+                more = ptx.load_shared(letter(i, constant(sender), u), 0, 4)
+                results[u] = [a + b.as_f32() for a, b in zip(results[u], more, strict=True)]
+        if around.eps is not None:
+            factor = inverse_rms(column)
+            results = [[v * factor for v in values] for values in results]
+        values = results[0]
+        if around.activation is not None:
+            values = [_activated(around.activation, g) * u for g, u in zip(*results, strict=True)]
+        row = (tile0 + row_tile) // p.unit * ROWS + quad * 4
+        left = split if p.cluster == 1 else constant(0)
+        at = (((left * rows + row0 + column) * n + row) * 4).widened()
+        if around.has_residual:
+            more = ptx.load_global(ptx.global_address(residual_ref) + at, 0, 4)
+            values = [v + m.as_f32() for v, m in zip(values, more, strict=True)]
+        ptx.store_global(out + at, 0, values)
+
+    def flush(f):
+        """Sums, finishes and writes results."""
+        ptx.block_sync()
+        if p.cluster > 1:
+            ptx.cluster_wait()
+            with when(split >= 1):
+                each_quad(f, send)
+                if squares is not None:
+                    send_squares()
+            ptx.cluster_arrive()
+            ptx.cluster_wait()
+            with when(split.equals(0)):
+                each_quad(f, finish)
+        else:
+            each_quad(f, finish)
         if flushes > 1:
             ptx.block_sync()
+            if p.cluster > 1:
+                ptx.cluster_arrive()  # the inbox may be filled again
 
     def tiles_then_flush(f, state):
         state = ptx.loop(per_flush, state, lambda j, s: tile(j, f * per_flush + j, *s))
