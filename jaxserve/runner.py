@@ -121,7 +121,7 @@ class Runner:
         boxes, mails = self._mailboxes[wide], self._mails[wide]
         if mails[0] is not None:
             mails[0].read()  # before its mailbox is donated again
-        box = self.programs["peek", wide](boxes.pop(0), self.state)
+        box = self.programs["peek", wide](boxes.pop(0), *step.peeked(self.state))
         boxes.append(box)
         mails.append(Mail(box))
         mails.pop(0)
@@ -214,7 +214,7 @@ class Runner:
         }
         for wide in (False, True):
             table["peek", wide] = functools.partial(
-                step.peek.lower, ids(self.slots, step.mailbox_width(wide)), state
+                step.peek.lower, ids(self.slots, step.mailbox_width(wide)), *step.peeked(state)
             )
         for size in self.buckets.chunks:
             for final in (True, False):

@@ -99,17 +99,26 @@ def decode(
 
 # keep_unused: the mailbox is not read, only its place is used
 @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
-def peek(mailbox: jax.Array, state: State) -> jax.Array:
+def peek(
+    mailbox: jax.Array, status: jax.Array, drawn: jax.Array, logprobs: jax.Array, likely: jax.Array
+) -> jax.Array:
     """What the host reads, one copy: per slot its status and the tokens of its last dispatch, and in a wide
-    mailbox their log-probabilities (as bits).   mailbox: i32 [slots, 1 + MAX_STEPS] or [slots, wide]
-    (`mailbox_width`)
+    mailbox their log-probabilities (as bits).
+
+    mailbox: i32 [slots, 1 + MAX_STEPS] or [slots, wide] (`mailbox_width`); the others are leaves of the state
+    (`peeked`): all of it would cost the host some microseconds a leaf.
     """
-    parts = [state.status[:, None], state.drawn]
+    parts = [status[:, None], drawn]
     if mailbox.shape[1] > 1 + MAX_STEPS:
         slots = mailbox.shape[0]
-        bits = lax.bitcast_convert_type(state.logprobs, jnp.int32)
-        parts += [bits.reshape(slots, -1), state.likely.reshape(slots, -1)]
+        bits = lax.bitcast_convert_type(logprobs, jnp.int32)
+        parts += [bits.reshape(slots, -1), likely.reshape(slots, -1)]
     return jnp.concatenate(parts, axis=1)
+
+
+def peeked(state: State) -> tuple:
+    """What `peek` takes behind the mailbox."""
+    return state.status, state.drawn, state.logprobs, state.likely
 
 
 def mailbox_width(wide: bool) -> int:

@@ -93,6 +93,9 @@ class Grid:
     def ptx_constant(self, x):
         return Register(np.full(len(self.thread), x, np.float32 if isinstance(x, float) else np.uint32))
 
+    def ptx_zeros(self, count):
+        return [self.ptx_constant(0.0)] * count
+
     def ptx_select(self, predicate, a, b):
         return Register(np.where(predicate.values, a.values, b.values))
 
@@ -111,6 +114,15 @@ class Grid:
         yield
         self.mask = before
 
+    def ptx_loop(self, count, carry, body):
+        count = count if isinstance(count, Register) else self.ptx_constant(count)
+        for i in range(int(count.values[self.mask].max(initial=0))):
+            goes_on = self.ptx_constant(i) < count
+            with self.ptx_when(goes_on):
+                after = body(self.ptx_constant(i), carry)
+            carry = [self.ptx_select(goes_on, a, c) for a, c in zip(after, carry, strict=True)]
+        return carry
+
     # ---- memory
 
     def ptx_global_address(self, ref):
@@ -124,7 +136,7 @@ class Grid:
         at = address.values[mask].astype(np.int64) + offset
         operand = np.searchsorted(self.bases, at, side="right") - 1
         assert (at + nbytes <= self.bases[operand] + np.asarray(self.sizes)[operand]).all(), "out of bounds"
-        assert ((at - self.bases[operand]) % nbytes == 0).all(), "misaligned"
+        assert ((at - self.bases[operand]) % min(nbytes, 16) == 0).all(), "misaligned"
         return at[:, None] + np.arange(nbytes)
 
     def _load(self, address, offset, nbytes, mask):
@@ -143,14 +155,25 @@ class Grid:
     def ptx_load_byte_ahead(self, address):
         return Register(self._load(address, 0, 1, self.mask)[:, 0].astype(np.uint32))
 
+    def ptx_store_global(self, address, offset, values):
+        self.ptx_store_global_where(Register(self.mask), address, offset, values)
+
+    def ptx_bulk_copy_kept(self, target, source, nbytes, barrier):
+        for n in np.unique(nbytes.values[self.mask]):
+            mask = self.mask & (nbytes.values == n)
+            bytes_ = self.memory[self._place(source, 0, int(n), mask)]
+            at = target.values[mask].astype(np.int64)[:, None] + np.arange(n)
+            self.shared[self.block[mask][:, None], at] = bytes_
+
     def ptx_store_global_where(self, predicate, address, offset, values):
         mask = self.mask & predicate.values
         bytes_ = np.stack([v.values.view(np.uint32) for v in values], 1).view(np.uint8)
         self.memory[self._place(address, offset, 4 * len(values), mask)] = bytes_[mask]
 
     def ptx_load_shared(self, address, offset, count):
-        at = address.values.astype(np.int64)[:, None] + offset + np.arange(4 * count)
-        words = self.shared[self.block[:, None], at].view(np.uint32)
+        at = np.where(self.mask, address.values.astype(np.int64) + offset, 0)
+        assert (at % (4 * count) == 0).all(), "misaligned"
+        words = self.shared[self.block[:, None], at[:, None] + np.arange(4 * count)].view(np.uint32)
         return [Register(words[:, i].copy()) for i in range(count)]
 
     def ptx_store_shared(self, address, offset, values):
@@ -163,6 +186,7 @@ class Grid:
 
     def ptx_send_peer(self, address, values, barrier):
         (value,) = values
+        assert self.cluster > 1, "an illegal instruction outside a cluster"
         assert (barrier.values // PEER == address.values // PEER)[self.mask].all()
         peer = self.block // self.cluster * self.cluster + address.values // PEER - 1
         at = (address.values % PEER).astype(np.int64)[:, None] + np.arange(4)
@@ -188,6 +212,19 @@ class Grid:
         return self._of_lane(value, np.arange(len(self.thread)) % 32 ^ distance)
 
     # ---- arithmetic
+
+    def ptx_mma_tf32(self, c, a, b):
+        """c + a @ b with the low bits of a and b cut off, summed in f64 and rounded once."""
+
+        def dealt(registers):
+            words = np.stack([r.values.reshape(-1, 8, 4) for r in registers], 1)
+            return (words.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+
+        a, b, warps = dealt(a), dealt(b), len(self.thread) // 32  # [warps, registers, g, t]
+        left = a.reshape(warps, 2, 2, 8, 4).transpose(0, 2, 3, 1, 4).reshape(warps, 16, 8)
+        right = b.transpose(0, 1, 3, 2).reshape(warps, 8, 8)
+        product = (left @ right).reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)
+        return [Register((x.values + p).astype(np.float32)) for x, p in zip(c, product, strict=True)]
 
     def ptx_fma(self, a, b, c):
         return Register((a.values.astype(np.float64) * b.values + c.values).astype(np.float32))

@@ -157,12 +157,13 @@ def test_both_stacks_are_updated_in_place(batch):
     assert sorted(aliases) == [("1", "0"), ("2", "1")]
 
 
+@pytest.mark.parametrize("batch", [1, 2, 4, 8, 64])
 @pytest.mark.parametrize("heads", [16, 32, 48, 64, 128])
-def test_a_plan_gives_every_tile_to_one_warp(heads):
+def test_a_plan_gives_every_tile_to_one_warp(heads, batch):
     d = dataclasses.replace(QWEN35, value_heads=heads)
-    p = kernel.plan(d)
+    p = kernel.plan(d, batch)
     assert p.cluster * p.warps * p.tiles * recurrence.ROWS == heads // d.key_heads * d.value_dim
-    assert p.cluster <= 8 and p.warps % 4 == 0
+    assert p.cluster <= 8 and p.warps % 4 == 0 and p.tiles <= 4
 
 
 def test_wrong_arguments_are_named():

@@ -153,3 +153,25 @@ def test_what_stands_around_a_product_rides_along(shape, name, rows, around, mat
             x, records, name, k, gain=gain, eps=1e-6, activation=activation, residual=residual
         )
         assert (again == y).all()
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(
+    "parts, k",
+    [((("Q4_K", 1792), ("Q6_K", 256)), 1536), ((("Q6_K", 512), ("Q4_K", 416), ("Q8_0", 32)), 2560)],
+    ids=str,
+)
+def test_matrices_of_several_types_share_a_launch(parts, k, rows):
+    raws = [raw_matrix(name, n, k, seed) for seed, (name, n) in enumerate(parts)]
+    names = tuple(name for name, _ in parts)
+    records = tuple(mosaic.pack(name, raw) for name, raw in zip(names, raws, strict=True))
+    x, gain = activations(rows, k), jnp.linspace(0.5, 1.5, k)
+    assert mosaic.fits_side_by_side(k, names)
+    y = mosaic.side_by_side_decode_matmul(x, records, names, k, gain=gain, eps=1e-6)
+    h = rms_norm(x, gain, 1e-6)
+    want = np.concatenate(
+        [exact(h, dense(raw, name), len(raw)) for name, raw in zip(names, raws, strict=True)], 1
+    )
+    assert error(y, want) < 1e-3
+    for _ in range(REPEATS):
+        assert (mosaic.side_by_side_decode_matmul(x, records, names, k, gain=gain, eps=1e-6) == y).all()

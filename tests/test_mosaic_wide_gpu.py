@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve.quant import mosaic
-from jaxserve.quant.mosaic import by_rows, slots
+from jaxserve.quant.mosaic import slots
 from jaxserve.quant.mosaic.records import LAYOUTS, ROWS
 from tests.quants import dense
 from tests.test_mosaic_gpu import activations, error, exact
@@ -49,17 +49,19 @@ def test_taken_rows_are_gguf_pys_and_ids_beyond_mean_the_first_or_last(name):
     same_bits(np.asarray(got), dense(raw, name)[np.clip(ids, 0, 63)])
 
 
+@pytest.mark.parametrize("rows", [19, 1035])
 @pytest.mark.parametrize("of", ["f16", "bf16"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_activations_are_prepared_as_in_plain_jax(dtype, of):
-    x = activations(19, 1824, jnp.dtype(dtype)) * 1e3
+def test_activations_are_prepared_as_in_plain_jax(dtype, of, rows):
+    x = activations(rows, 9568, jnp.dtype(dtype)) * 1e3
     (operand, inverse), (plain, plain_inverse) = slots.slot_order(x, of), slots.plain_slot_order(x, of)
 
-    def rows(v):
-        return np.asarray(v.reshape(*v.shape[:3], 16, 8, 4)).transpose(2, 4, 0, 1, 3, 5).reshape(24, -1)[:19]
+    def by_row(v):
+        cores = np.asarray(v.reshape(*v.shape[:3], 16, 8, 4)).transpose(2, 4, 0, 1, 3, 5)
+        return cores.reshape(v.shape[2] * 8, -1)[:rows]
 
-    np.testing.assert_array_equal(rows(operand), rows(plain))
-    np.testing.assert_array_equal(inverse[:19], plain_inverse[:19])
+    np.testing.assert_array_equal(by_row(operand), by_row(plain))
+    np.testing.assert_array_equal(inverse[:rows], plain_inverse[:rows])
 
 
 @pytest.mark.parametrize("shape", [(9, 2048, 1536), (100, 1536, 1536), (64, 1024, 8960)], ids=str)
@@ -101,6 +103,9 @@ def test_rows_meet_their_own_expert(name, rows):
     sizes = jnp.asarray(np.bincount(owner, minlength=experts), jnp.int32)
     x, records = activations(rows, k), mosaic.pack(name, raw)
     y = mosaic.grouped_wide_matmul(x, sizes, records, name, k)
+    order = np.random.default_rng(0).permutation(rows)
+    index = jnp.asarray(np.argsort(order), jnp.int32)
+    assert (mosaic.grouped_wide_matmul(x[order], sizes, records, name, k, index=index) == y).all()
     want = np.empty((rows, n))
     for expert in np.unique(owner):
         want[owner == expert] = exact(x[owner == expert], dense(raw[expert], name), n)
@@ -112,9 +117,8 @@ def test_rows_meet_their_own_expert(name, rows):
 def test_rows_of_very_different_size_keep_their_precision():
     records, w = tall("Q4_K", 512, 1536)
     x = activations(40, 1536) * jnp.logspace(-25, 25, 40)[:, None]
-    want = exact(x, w, 512)
-    for y in (mosaic.wide_matmul(x, records, "Q4_K", 1536), by_rows.dense_matmul(x, records, "Q4_K", 1536)):
-        assert max(error(a, b) for a, b in zip(np.asarray(y), want, strict=True)) < LARGEST_ERROR
+    y, want = np.asarray(mosaic.wide_matmul(x, records, "Q4_K", 1536)), exact(x, w, 512)
+    assert max(error(a, b) for a, b in zip(y, want, strict=True)) < LARGEST_ERROR
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "BF16"])

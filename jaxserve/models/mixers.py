@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve import hopper, quant
-from jaxserve.config import ModelConfig
+from jaxserve.config import Delta, ModelConfig
 from jaxserve.ops import attention as kv
 from jaxserve.ops import delta
 from jaxserve.ops.conv import short_conv
 from jaxserve.ops.mosaic import attention as attention_kernel
-from jaxserve.ops.mosaic import chunk_attention
+from jaxserve.ops.mosaic import chunk_attention, delta_prefill
 from jaxserve.ops.mosaic import delta as delta_kernel
 from jaxserve.ops.norm import rms_norm
 from jaxserve.ops.rope import rotate
@@ -45,14 +45,9 @@ def project(
     """
     if len(parts) == 1 and bias is None:
         return quant.matmul(x, parts[0], norm=norm, activation=activation, residual=residual)
-    out = side_by_side(outputs(x, parts, norm))
+    out = side_by_side(tuple(quant.matmul(x, part, norm=norm) for part in parts))
     out = quant.gated(out if bias is None else out + bias, activation)
     return out if residual is None else residual + out
-
-
-def outputs(x: jax.Array, parts: tuple, norm: quant.Norm) -> tuple[jax.Array, ...]:
-    """norm(x) @ Wᵀ for each matrix of a projection.   x: f32 [..., K] → f32 [..., n] each"""
-    return tuple(quant.matmul(x, part, norm=norm) for part in parts)
 
 
 def side_by_side(found: tuple[jax.Array, ...]) -> jax.Array:
@@ -80,7 +75,7 @@ def attention(
     """
     batch, length, _ = x.shape
     with jax.named_scope("qkv"):
-        qkv = outputs(x, w["qkv"], quant.Norm(w["attn_norm"], config.norm_eps))
+        qkv = quant.matmuls(x, w["qkv"], quant.Norm(w["attn_norm"], config.norm_eps))
     heads, dim = config.heads, config.head_dim
     if length == 1 and follows_real_length(config, memory.keys.dtype.name):
         keys, values, out = attention_kernel.decode_attention(
@@ -170,7 +165,7 @@ def delta_net(
     state; an inactive row and padding leave theirs as it is.
     """
     batch, length, _ = x.shape
-    projected = outputs(x, w["delta_in"], quant.Norm(w["attn_norm"], config.norm_eps))
+    projected = quant.matmuls(x, w["delta_in"], quant.Norm(w["attn_norm"], config.norm_eps))
     if length == 1 and _has_kernel(delta_kernel, config.delta):
         conv, state, out = delta_kernel.decode_delta(
             tuple(part[:, 0] for part in projected), w["conv"], w["decay"], w["decay_bias"], w["delta_norm"],
@@ -199,26 +194,29 @@ def _recur(w, memory, projected, span: Span, rank, config: ModelConfig):
     key_size = d.key_heads * d.key_dim
     q, k, v = jnp.split(u, [key_size, 2 * key_size], axis=-1)
     q, k = (
-        delta.expand_heads(
-            delta.l2_normalise(x.reshape(batch, length, d.key_heads, d.key_dim), config.norm_eps),
-            d.value_heads,
-            d.grouped,
-        )
-        for x in (q, k)
+        delta.l2_normalise(x.reshape(batch, length, d.key_heads, d.key_dim), config.norm_eps) for x in (q, k)
     )
     q = q * d.key_dim**-0.5
     v = v.reshape(batch, length, d.value_heads, d.value_dim)
     g, beta = delta.gates(a, b, w["decay"], w["decay_bias"])
     state = _read(memory.delta, rank, span.rows, fresh)
     with jax.named_scope("recurrence"):
-        if length == 1:
-            out, state = delta.delta_step(state, q[:, 0], k[:, 0], v[:, 0], jnp.exp(g[:, 0]), beta[:, 0])
-            out = out[:, None]
+        if length > 1 and _has_kernel(delta_prefill, d.key_dim, d.value_dim):
+            out, state = delta_prefill.prefill_delta(state, q, k, v, g, beta, span.count, grouped=d.grouped)
         else:
-            valid = jnp.arange(length) < span.count[:, None]
-            out, state = delta.delta_chunked(state, q, k, v, g, beta, valid=valid)
+            out, state = _recurrence(state, q, k, v, g, beta, span, d)
     out = delta.gated_norm(out, z.reshape(out.shape), w["delta_norm"], config.norm_eps)
     return _write(memory.conv, tail, rank, span), _write(memory.delta, state, rank, span), out
+
+
+def _recurrence(state, q, k, v, g, beta, span: Span, d: Delta):
+    """The delta rule in XLA, one token or a chunk.   → f32 [B, T, Hv, Dv], the state after the last token"""
+    q, k = (delta.expand_heads(x, d.value_heads, d.grouped) for x in (q, k))
+    if q.shape[1] > 1:
+        valid = jnp.arange(q.shape[1]) < span.count[:, None]
+        return delta.delta_chunked(state, q, k, v, g, beta, valid=valid)
+    out, state = delta.delta_step(state, q[:, 0], k[:, 0], v[:, 0], jnp.exp(g[:, 0]), beta[:, 0])
+    return out[:, None], state
 
 
 def _read(stack: jax.Array, rank, rows: jax.Array, fresh: jax.Array) -> jax.Array:

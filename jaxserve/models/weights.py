@@ -63,6 +63,8 @@ PER_KIND = {
     "attention": ("q_norm", "k_norm", "qkv_bias", "attn_out_bias"),
     "delta": ("conv", "decay", "decay_bias", "delta_norm"),
 }
+# A row of a stack is an operand without a copy where it begins at a multiple of 256 bytes; most rows do.
+PADDED, ALIGNED_FLOATS = ("decay", "decay_bias"), 64
 
 
 @chex.dataclass(frozen=True)
@@ -87,7 +89,8 @@ def layer_weights(weights: Weights, config: ModelConfig, index: int) -> dict:
     """Everything layer `index` multiplies with, by name."""
     layer = config.layers[index]
     vectors = {name: stack[index] for name, stack in weights.vectors["all"].items()}
-    vectors |= {name: stack[layer.rank] for name, stack in weights.vectors[layer.kind].items()}
+    for name, stacked in weights.vectors[layer.kind].items():
+        vectors[name] = stacked[layer.rank, : config.delta.value_heads if name in PADDED else None]
     return {**weights.layers[index], **vectors}
 
 
@@ -198,7 +201,10 @@ class _Loader:
                     f"{self.file.path}: {name} is present in {len(present)} of {len(rows)} {kind} layers"
                 )
             if present:
-                grouped[kind][name] = jnp.asarray(np.stack(present))
+                stacked = np.stack(present)
+                if name in PADDED:
+                    stacked = np.pad(stacked, ((0, 0), (0, -stacked.shape[1] % ALIGNED_FLOATS)))
+                grouped[kind][name] = jnp.asarray(stacked)
         return grouped
 
     def layer_vector(self, index: int, name: str) -> np.ndarray | None:

@@ -7,6 +7,7 @@
 | everything else | any | `plain`, between operations that XLA fuses as it can |
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import chex
@@ -56,6 +57,26 @@ def matmul(
         flat = rms_norm(flat, norm.gain, norm.eps)
     y = gated(_product(flat, w), activation)
     return (y if residual is None else flat_residual + y).reshape(*lead, out)
+
+
+def matmuls(x: jax.Array, parts: Sequence[Matrix], norm: Norm) -> tuple[jax.Array, ...]:
+    """norm(x) @ w.T for matrices [n, K] that read the same x: f32 [..., n] each, or one array side by side.
+
+    x: [..., K]. Few rows and tiles of several types take one launch.
+    """
+    k, lead = parts[0].shape[-1], x.shape[:-1]
+    flat = x.reshape(-1, k).astype(jnp.float32)
+    types = tuple(w.type for w in parts if isinstance(w, Tiled))
+    if (
+        hopper.is_available()
+        and len(parts) == len(types) > 1
+        and flat.shape[0] <= mosaic.MAX_BATCH
+        and mosaic.fits_side_by_side(k, types)
+    ):
+        records = tuple(w.records for w in parts)
+        y = mosaic.side_by_side_decode_matmul(flat, records, types, k, gain=norm.gain, eps=norm.eps)
+        return (y.reshape(*lead, -1),)
+    return tuple(matmul(x, w, norm=norm) for w in parts)
 
 
 def gated(y: jax.Array, activation: str | None) -> jax.Array:

@@ -200,12 +200,13 @@ class Stream:
             (keys, values), best, total, out = carry
             tile = self.first + i * self.stride
             is_last, goes_on = tile.equals(self.last), (i + 1) < self.rounds
-            scores = score(self.keys.renewed(is_last, tile, reach.position, keys), query, form.dtype, form.dim)
+            keys = self.keys.renewed(is_last, tile, reach.position, keys)
+            scores = score(keys, query, form.dtype, form.dim)
             keys = self.keys.fetch(goes_on, tile + self.stride, reach.limit, keys)
             seen = [self._sees(tile * KEYS + row) for row in key_rows(g)]
             weights, shrink, best, total = weigh(scores, seen, best, total)
-            renewed = self.values.renewed(is_last, tile, reach.position, values)
-            out = gather(out, weights, shrink, renewed, form.dtype)
+            values = self.values.renewed(is_last, tile, reach.position, values)
+            out = gather(out, weights, shrink, values, form.dtype)
             values = self.values.fetch(goes_on, tile + self.stride, reach.limit, values)
             return (keys, values), best, total, out
 
@@ -244,7 +245,9 @@ class Stream:
 class Side:
     """The keys or the values: where a lane's rows are, and how they are fetched."""
 
-    def __init__(self, form: Form, cache: Register, token: Register, rows: Registers, index: Register, blocks):
+    def __init__(
+        self, form: Form, cache: Register, token: Register, rows: Registers, index: Register, blocks
+    ):
         self.form, self.rows, self.blocks = form, rows, blocks
         sizes = {words for _, words in blocks}
         self.cache = {words: cache + (index * (4 * words)).widened() for words in sizes}
@@ -390,6 +393,7 @@ def over_peers(form, operands, here, cell, reach):
             start = (constant(float("-inf")), constant(0.0), ptx.zeros(4))
             share = Share(*_loop((reach.blocks + (chunk - 1)) // chunk, start, step))
             _finish(form, operands, here, cell, quad, share.total, share.sums)
+
     return do
 
 
@@ -411,6 +415,7 @@ def over_shares(form, operands, here, cell, reach):
         start = (constant(float("-inf")), constant(0.0), ptx.zeros(4))
         share = Share(*_loop((reach.blocks + (CHUNK - 1)) // CHUNK, start, step))
         _finish(form, operands, here, cell, quad, share.total, share.sums)
+
     return do
 
 

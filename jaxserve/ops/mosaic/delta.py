@@ -30,6 +30,8 @@ from jaxserve.ops.mosaic.recurrence import COLUMNS, LANE_COLUMNS, ROWS
 from jaxserve.ptx import Register, Registers, both, constant, select
 
 WARPS = 4  # of a block
+MAX_TILES = 4  # of a warp, which keeps them in registers
+RESIDENT_BLOCKS = 256  # of an H200, two a multiprocessor
 QK_WARPS = COLUMNS // 32  # warps whose lanes hold a channel of q and of k each
 SUMS = 3  # over a key head: q · q, k · k, q · k
 
@@ -42,11 +44,16 @@ class Plan(NamedTuple):
     tiles: int  # of a warp
 
 
-def plan(config: Delta, cluster: int = MAX_CLUSTER, warps: int = WARPS) -> Plan:
-    """Blocks of `warps` warps, at most `cluster` of them a key head, as many as share its tiles evenly."""
+def plan(config: Delta, batch: int) -> Plan:
+    """As many blocks a key head as divide its tiles evenly and, over all rows, are resident at once; fewer
+    where a warp's tiles still fit its registers, more where they do not.
+    """
     tiles = config.value_heads // config.key_heads * config.value_dim // ROWS
-    cluster = max(c for c in range(1, cluster + 1) if tiles % (c * warps) == 0)
-    return Plan(cluster, warps, tiles // (cluster * warps))
+    fits = [c for c in range(1, MAX_CLUSTER + 1) if tiles % (c * WARPS) == 0]
+    fits = [c for c in fits if tiles // (c * WARPS) <= MAX_TILES] or fits[-1:]
+    resident = [c for c in fits if batch * config.key_heads * c <= RESIDENT_BLOCKS]
+    cluster = resident[-1] if resident else fits[0]
+    return Plan(cluster, WARPS, tiles // (cluster * WARPS))
 
 
 def supported(config: Delta) -> bool:
@@ -85,7 +92,8 @@ def decode_delta(
     An inactive or spare lane leaves its slot as it is, bit for bit, and puts out zeros.
     """
     _check(parts, conv_weight, decay, decay_bias, norm_gain, conv, delta, rank, rows, start, active, config)
-    spread, batch = plan(config) if spread is None else spread, rows.shape[0]
+    batch = rows.shape[0]
+    spread = plan(config, batch) if spread is None else spread
     widths = tuple(part.shape[1] for part in parts)
     tiles = config.value_heads // config.key_heads * config.value_dim // ROWS
     (conv, delta), (out,) = launch(
@@ -275,9 +283,12 @@ def _program(d: Delta, spread: Plan, eps: float, slots: int, widths: tuple[int, 
         decay = recurrence.decay(t.alpha, t.decay, t.bias)
         output, correction = recurrence.tile_step(t.rows, q, k, overlap, v, decay, beta, lane)
         total = recurrence.tile_squares(output)
-        with ptx.when(lane < spread.cluster):
-            here = ptx.peer_address(squares + t.number * 4, lane)
-            ptx.send_peer(here, [total], ptx.peer_address(arrived, lane))
+        here = squares + t.number * 4
+        if is_shared:
+            with ptx.when(lane < spread.cluster):
+                ptx.send_peer(ptx.peer_address(here, lane), [total], ptx.peer_address(arrived, lane))
+        else:
+            ptx.store_shared(here, 0, [total])
         decayed.append(decay)
         outputs_.append(output)
         corrections.append(correction)

@@ -5,6 +5,7 @@ summation follows from the cut, and a row's bits may not depend on its neighbour
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from jaxserve.quant.mosaic.records import ROWS
 
@@ -13,9 +14,6 @@ MAX_WARPS = 16  # of a block, so that each may use 128 registers
 SHARED_BYTES = 215 * 1024  # of 227 KiB
 RING_BYTES = SHARED_BYTES * 2 // 3  # the rest is for partial results
 MULTIPROCESSOR_BYTES_PER_US = 31e3  # its share of the memory's bandwidth
-# Clusters of so many blocks that surely fit at a time: each lies within a partition of 14 to 18
-# multiprocessors, and one cluster too many doubles the time (32 of 4 did).
-CLUSTERS = {1: MULTIPROCESSORS, 2: 64, 3: 40, 4: 30, 5: 22, 6: 16, 7: 14, 8: 14}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +27,6 @@ class Plan:
     groups: int
     record_bytes: int
     unit: int = 1  # row tiles that must meet in one flush
-    cluster: int = 1  # blocks that sum their splits among themselves; 1: the splits are summed afterwards
 
     @property
     def blocks(self) -> int:
@@ -50,15 +47,10 @@ class Plan:
         fitting = RING_BYTES // (self.warps * self.record_bytes)
         return max(1, min(3 if self.tiles_per_warp > 8 else 2, self.tiles_per_warp, fitting))
 
-    def inbox_bytes(self, tiles_per_flush: int, batch: int) -> int:
-        """Of the first block of a cluster, for what the others have summed."""
-        return (self.cluster - 1) * tiles_per_flush * self.row_warps * ROWS * 4 * batch
-
-    def tiles_per_flush(self, slot_bytes: int, batch: int) -> int:
+    def tiles_per_flush(self, slot_bytes: int) -> int:
         """Tiles of a warp whose partial results (slot_bytes each) fit until the block sums them."""
         room = SHARED_BYTES - self.warps * self.stages * self.record_bytes
-        each = self.row_warps * self.chunks * slot_bytes + self.inbox_bytes(1, batch)
-        fitting = max(1, min(self.tiles_per_warp, room // each))
+        fitting = max(1, min(self.tiles_per_warp, room // (self.row_warps * self.chunks * slot_bytes)))
         flushes = -(-self.tiles_per_warp // fitting)
         tiles = -(-self.tiles_per_warp // flushes)
         if flushes > 1 and tiles * self.row_warps % self.unit:
@@ -66,42 +58,67 @@ class Plan:
         return tiles
 
 
-def plan(row_tiles: int, chunks: int, record_bytes: int, matrices: int = 1, unit: int = 1) -> Plan:
+def max_warps(record_bytes: int) -> int:
+    """Warps of a block: registers for 16, and two ring slots each."""
+    return min(MAX_WARPS, RING_BYTES // (2 * record_bytes))
+
+
+def plan(
+    row_tiles: int,
+    chunks: int,
+    record_bytes: int,
+    matrices: int = 1,
+    unit: int = 1,
+    share: int = MULTIPROCESSORS,
+) -> Plan:
     """The cheapest cut, by a cost in µs fitted to measurements on an H200.
 
     With several `matrices` side by side each gets a share of the multiprocessors; K is cut as for one. Every
-    `unit` row tiles stay together.
+    `unit` row tiles stay together. share: multiprocessors for this matrix. K is split only where it has more
+    chunks than a block has warps: the sum of the splits is a kernel of its own.
     """
-    max_warps = min(MAX_WARPS, RING_BYTES // (2 * record_bytes))  # two ring slots each
+    warps = max_warps(record_bytes)
     cuts = [(-(-chunks // splits), splits) for splits in range(1, chunks + 1)]
-    cuts = [(c, splits) for c, splits in cuts if c <= max_warps and -(-chunks // c) == splits]
-    cuts = [(*cut, cluster) for cut in cuts for cluster in {1, cut[1]} if cluster in CLUSTERS]
-    spreads = [_spread(row_tiles, *cut, max_warps, record_bytes, 1, unit) for cut in cuts]
+    cuts = [(c, splits) for c, splits in cuts if c <= warps and -(-chunks // c) == splits]
+    if chunks <= warps:
+        cuts = [(chunks, 1)]
+    spreads = [_spread(row_tiles, *cut, warps, record_bytes, share, unit) for cut in cuts]
     _, best = min(spreads, key=lambda spread: spread[0])
-    cut = best.chunks, best.splits, best.cluster
-    return _spread(row_tiles, *cut, max_warps, record_bytes, matrices, unit)[1]
+    return _spread(row_tiles, best.chunks, best.splits, warps, record_bytes, share // matrices, unit)[1]
+
+
+def shares(row_tiles: Sequence[int], tile_bytes: Sequence[int]) -> list[int]:
+    """Multiprocessors for matrices that run side by side: as few as let the slowest block end earliest.
+
+    tile_bytes: of a row tile, over all of K.
+    """
+    most = [count * size for count, size in zip(row_tiles, tile_bytes, strict=True)]
+    for limit in sorted(
+        {n * size for size in tile_bytes for n in range(1, max(row_tiles) + 1)} | {max(most)}
+    ):
+        tiles = [max(1, limit // size) for size in tile_bytes]
+        found = [-(-count // each) for count, each in zip(row_tiles, tiles, strict=True)]
+        if sum(found) <= MULTIPROCESSORS:
+            return found
+    raise ValueError(f"{len(row_tiles)} matrices are more than the {MULTIPROCESSORS} multiprocessors")
 
 
 def _spread(
-    row_tiles, chunks, splits, cluster, max_warps, record_bytes, matrices, unit
+    row_tiles: int,
+    chunks: int,
+    splits: int,
+    warps: int,
+    record_bytes: int,
+    share: int,
+    unit: int,
 ) -> tuple[float, Plan]:
     """The best spread of row tiles over the blocks that one range of K gets, and its cost."""
-    places = MULTIPROCESSORS // splits if cluster == 1 else CLUSTERS[cluster]
     spreads = []
-    for row_warps in range(1, max_warps // chunks + 1):
-        groups = max(1, min(places // matrices, -(-row_tiles // row_warps)))
+    for row_warps in range(1, warps // chunks + 1):
+        groups = max(1, min(share // splits, -(-row_tiles // row_warps)))
         tiles = -(-row_tiles // (groups * unit)) * unit
-        p = Plan(chunks, splits, row_warps, tiles, -(-row_tiles // tiles), record_bytes, unit, cluster)
+        p = Plan(chunks, splits, row_warps, tiles, -(-row_tiles // tiles), record_bytes, unit)
         memory = tiles * chunks * record_bytes / MULTIPROCESSOR_BYTES_PER_US
         cost = max(memory, 0.25 * p.tiles_per_warp) + 0.1 * p.tiles_per_warp + 0.005 * row_warps * chunks
-        spreads.append((cost + _sum_cost(p, row_tiles), p))
+        spreads.append((cost + splits * (row_tiles * ROWS * 64 / 3e6 + 0.05), p))
     return min(spreads, key=lambda spread: spread[0])
-
-
-def _sum_cost(p: Plan, row_tiles: int) -> float:
-    """Of summing the splits: messages within a cluster, or 8 columns through memory and another kernel."""
-    if p.splits == 1:
-        return 0.0
-    if p.cluster > 1:
-        return 0.8 + 0.1 * p.splits
-    return 1.2 + p.splits * (row_tiles * ROWS * 64 / 3e6 + 0.05)

@@ -14,6 +14,7 @@ g, row g+8) of the first half of the slots, then of the second.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -74,7 +75,24 @@ def from_global(record: Register, place: Register, offset: int, words: int) -> R
     return load_global(record + place.widened(), offset, words)
 
 
-Fragments = list[Sequence[Register]]  # operand A, four registers for each of four steps
+class Fragments(Sequence):
+    """Operand A of four steps, four registers each, computed when it is asked for.
+
+    values(step of the quarter, row half, slot half) → a register.
+    """
+
+    def __init__(self, values: Callable[[int, int, int], Register]):
+        self._step = functools.cache(
+            lambda s: (values(s, 0, 0), values(s, 1, 0), values(s, 0, 1), values(s, 1, 1))
+        )
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, s: int) -> Sequence[Register]:
+        if s >= len(self):
+            raise IndexError(s)
+        return self._step(s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,11 +115,6 @@ class Product:
 
 def _lane_words(record: Register, k: Lane, chunk: int) -> Registers:
     return k.load(record, k.lane * 16, 512 * chunk, 4)
-
-
-def _steps(values: Callable[[int, int, int], Register]) -> Fragments:
-    """values(step of the quarter, row half, slot half) → operands A."""
-    return [(values(s, 0, 0), values(s, 1, 0), values(s, 0, 1), values(s, 1, 1)) for s in range(4)]
 
 
 def _shifted(word: Register, left: int) -> Register:
@@ -138,7 +151,7 @@ def _nibble_fragments(words, plane, plane_bits, pins):
             return pair
         return and_or(plane[j, r, h], _twice((2**plane_bits - 1) << (8 if odd else 4)), pair)
 
-    return _steps(value)
+    return Fragments(value)
 
 
 def _planes(record: Register, k: Lane, bits: int) -> Iterator[dict]:
@@ -182,7 +195,7 @@ def _crumb_fragments(words, plane, pins):
         pair = and_or(pairs[r, h], _twice(3 << 2 * s), pins[s])
         return pair if plane is None else and_or(plane[r, h], _twice(4 << 2 * s), pair)
 
-    return _steps(value)
+    return Fragments(value)
 
 
 def _byte_codes(record: Register, k: Lane) -> Iterator[Fragments]:
@@ -190,7 +203,7 @@ def _byte_codes(record: Register, k: Lane) -> Iterator[Fragments]:
     (magic,) = k.pins
     for quarter in range(4):
         words = [w for chunk in range(2) for w in _lane_words(record, k, 2 * quarter + chunk)]
-        yield _steps(lambda s, r, h, words=words: choose_bytes(words[2 * s + r], magic, BYTE_PAIRS[h]))
+        yield Fragments(lambda s, r, h, words=words: choose_bytes(words[2 * s + r], magic, BYTE_PAIRS[h]))
 
 
 def _iq4_codes(record: Register, k: Lane) -> Iterator[Fragments]:
@@ -208,7 +221,7 @@ def _iq4_codes(record: Register, k: Lane) -> Iterator[Fragments]:
             within, which = word & 0x77777777, and_or(word >> 1, 0x44444444, identity)
             for odd in range(2):
                 looked_up[i // 2 * 2 + odd, i % 2] = four(within >> 16 * odd, which >> 16 * odd)
-        yield _steps(lambda s, r, h, bytes_=looked_up: choose_bytes(bytes_[s, r], magic, BYTE_PAIRS[h]))
+        yield Fragments(lambda s, r, h, bytes_=looked_up: choose_bytes(bytes_[s, r], magic, BYTE_PAIRS[h]))
 
 
 def _mxfp4_codes(record: Register, k: Lane) -> Iterator[Fragments]:
@@ -222,13 +235,14 @@ def _mxfp4_codes(record: Register, k: Lane) -> Iterator[Fragments]:
                 return _shifted(word, 3 * h) & 0x8E008E00
             return and_or(word << 1 + h, 0x80008000, (word << 6 + 3 * h) & 0x0E000E00)
 
-        yield _steps(value)
+        yield Fragments(value)
 
 
 def _half_codes(record: Register, k: Lane) -> Iterator[Fragments]:
     """16-bit floats: already operands."""
     for quarter in range(4):
-        yield [_lane_words(record, k, 4 * quarter + s) for s in range(4)]
+        words = functools.cache(lambda s, quarter=quarter: _lane_words(record, k, 4 * quarter + s))
+        yield Fragments(lambda s, r, h, words=words: words(s)[2 * h + r])
 
 
 # ---- scales: operand A, rows g and g+8 of groups 2t, 2t+1 (and of 8+2t, 9+2t)
@@ -341,7 +355,7 @@ def tile_product(type_name: str, record: Register, xs: Chunk, k: Lane) -> Regist
     if mins and not layout.rows:
         acc = _times_sums(acc, mins, xs.sums)
     per_group = layout.group // 16
-    for quarter, codes in enumerate(product.codes(record, k)):
+    for quarter, codes in enumerate(map(list, product.codes(record, k))):
         for group in range(4 // per_group):
             c = zeros(4)
             for s in range(group * per_group, (group + 1) * per_group):
@@ -377,7 +391,7 @@ def _times_sums(acc: Registers, scales: Registers, sums: Registers) -> Registers
 def _plain_product(product, record, xs, k, of):
     parts = [xs.codes, xs.low] if xs.low else [xs.codes]
     acc = [zeros(4) for _ in range(2)]  # two chains hide the latency of an mma
-    for quarter, codes in enumerate(product.codes(record, k)):
+    for quarter, codes in enumerate(map(list, product.codes(record, k))):
         for s in range(4):
             step = 4 * quarter + s
             for i, part in enumerate(parts):

@@ -19,62 +19,100 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve import ptx
 from jaxserve.ops.mosaic.launch import launch
-from jaxserve.ptx import Register, Registers, constant, select, when
+from jaxserve.ptx import Register, Registers, both, constant, select, when
 from jaxserve.quant.mosaic.records import COLUMNS
 
-STEP = 16  # columns that a thread handles at a time
+STEP = 16  # columns
 CORE_BYTES = 128  # 8 rows × 8 slots
 HALF_STEPS = 8  # of 128 columns
 BLOCK_BYTES = 2 * HALF_STEPS * CORE_BYTES  # 8 rows × 128 columns
-MAX_WARPS = 32
 LARGEST_EXPONENT = 14  # of a scaled row's largest value
 SMALLEST_FIELD = 15  # of f32's exponent: below, a row's factor would not be a number
+MANY_ROWS = 1024  # from here on there are blocks enough if each takes 8 rows, whose writes then fill lines
+MOST_HELD = 16  # columns / 4 that a thread keeps in registers; of longer rows it reads all twice
+UNROLLED = 8  # of these that it reads at a time
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def slot_order(x: jax.Array, of: str) -> tuple[jax.Array, jax.Array]:
+def slot_order(x: jax.Array, of: str, index: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """x [T, K] f32, f16 or bf16 → operand B in `of` ("f16" or "bf16"), and f32 [ceil(T/8) · 8] that undo the
-    rows' factors."""
-    rows, k = x.shape
+    rows' factors.
+
+    index i32 [P]: the operand has P rows, and row p is row index[p] of x.
+    """
+    rows, k = len(x if index is None else index), x.shape[1]
     chunks, blocks, parts = -(-k // COLUMNS), -(-rows // 8), operand_parts(x.dtype, of)
-    steps, warps = chunks * COLUMNS // STEP, min(MAX_WARPS, -(-chunks * COLUMNS // STEP // 128) * 4)
+    at_once = 8 if rows >= MANY_ROWS else 1  # rows of a block
+    steps, warp_steps = chunks * COLUMNS // STEP, 8 // at_once  # four lanes take a step of a row
+    warps = 16 if at_once == 8 else min(32, -(-steps // (16 * warp_steps)) * 4)
+    turns = -(-steps // (warps * warp_steps))
     is_scaled = of == "f16" and x.dtype != jnp.float16
 
-    def program(x_ref, o_ref, inverse_ref, largest_ref):
-        thread, row = ptx.thread_index(), ptx.block_index()
-        source = ptx.global_address(x_ref) + row.widened() * (k * x.dtype.itemsize)
-        held = []
-        for first in range(0, steps, warps * 32):
-            step = thread + first
-            held.append((step, _columns(source, step, k, x.dtype)))
-        factor = inverse = constant(1.0)
-        if is_scaled:
-            largest = _reduced([ptx.absolute(v) for _, columns in held for v in columns])
-            factor, inverse = _power_of_two(_block_maximum(largest, thread, warps, largest_ref))
-        with when(thread.equals(0)):
-            ptx.store_global(ptx.global_address(inverse_ref) + (row * 4).widened(), 0, [inverse])
-        for step, columns in held:
+    def program(x_ref, *refs):
+        *index_ref, o_ref, inverse_ref, largest_ref = refs
+        thread = ptx.thread_index()
+        t, eighth, warp = thread & 3, thread >> 2 & 7, thread >> 5
+        row = ptx.block_index() * at_once + eighth % at_once
+        from_row = select(row < rows, row, constant(rows - 1))
+        if index_ref:
+            (from_row,) = ptx.load_global(ptx.global_address(*index_ref) + (from_row * 4).widened(), 0, 1)
+            from_row = select(from_row < len(x), from_row, constant(len(x) - 1))
+        source = ptx.global_address(x_ref) + from_row.widened() * (k * x.dtype.itemsize)
+        first = warp * warp_steps + eighth // at_once
+
+        def columns(turn):
+            """Columns 4t … 4t+3 of a step."""
+            return _columns(source, (first + turn * (warps * warp_steps)) * STEP + t * 4, k, x.dtype)
+
+        def write(turn, values, factor):
+            step = first + turn * (warps * warp_steps)
             place = (step // HALF_STEPS * blocks + row // 8).widened() * BLOCK_BYTES
-            place = place + (step % HALF_STEPS * (2 * CORE_BYTES) + row % 8 * 16).widened()
+            place = place + (step % HALF_STEPS * (2 * CORE_BYTES) + row % 8 * 16 + t * 4).widened()
             out = ptx.global_address(o_ref) + place
             with when(step < steps):
-                for part, words in enumerate(_operand(columns, factor if is_scaled else None, of, parts)):
-                    for half in range(2):
+                for part, words in enumerate(_operand(values, factor, of, parts)):
+                    for half, word in enumerate(words):
                         offset = part * 2 * chunks * blocks * BLOCK_BYTES + half * CORE_BYTES
-                        ptx.store_global(out + offset, 0, words[half::2])
+                        ptx.store_global(out + offset, 0, [word])
 
+        def in_turn(visit, carry):
+            """carry = visit(turn, columns, carry) for every turn, UNROLLED of them read together."""
+
+            def some(i, carry):
+                some_turns = [i * UNROLLED + j for j in range(UNROLLED)]
+                for turn, values in [(turn, columns(turn)) for turn in some_turns]:
+                    carry = visit(turn, values, carry)
+                return carry
+
+            return ptx.loop(-(-turns // UNROLLED), carry, some)
+
+        held = [columns(constant(turn)) for turn in range(turns)] if turns <= MOST_HELD else []
+        factor, inverse = None, constant(1.0)
+        if is_scaled:
+            if held:
+                largest = _largest([v for values in held for v in values])
+            else:
+                (largest,) = in_turn(lambda _, values, so_far: [_largest(so_far + values)], ptx.zeros(1))
+            largest = _block_maximum(largest, eighth, warp, warps, at_once, largest_ref)
+            factor, inverse = _power_of_two(largest)
+        with when(both(warp.equals(0), t.equals(0))):
+            with when(eighth < at_once):
+                ptx.store_global(ptx.global_address(inverse_ref) + (row * 4).widened(), 0, [inverse])
+        for turn, values in enumerate(held):
+            write(constant(turn), values, factor)
+        if not held:
+            in_turn(lambda turn, values, _: write(turn, values, factor) or [], [])
+
+    words = jax.ShapeDtypeStruct((parts, 2 * chunks, blocks, BLOCK_BYTES // 4), jnp.uint32)
     return tuple(
         launch(
             program,
             [],
-            [x],
+            [x] if index is None else [x, index],
             name=f"slot_order_{rows}x{k}_{of}",
-            blocks=rows,
+            blocks=-(-rows // at_once),
             warps=warps,
-            out_types=[
-                jax.ShapeDtypeStruct((parts, 2 * chunks, blocks, BLOCK_BYTES // 4), jnp.uint32),
-                jax.ShapeDtypeStruct((blocks * 8,), jnp.float32),
-            ],
+            out_types=[words, jax.ShapeDtypeStruct((blocks * 8,), jnp.float32)],
             scratch_types=[plgpu.SMEM((256,), jnp.float32)],
         )[1]
     )
@@ -108,12 +146,11 @@ def operand_parts(dtype: jnp.dtype, of: str) -> int:
     return 2 if of == "bf16" and dtype != jnp.bfloat16 else 1
 
 
-def _columns(source: Register, step: Register, k: int, dtype: jnp.dtype) -> Registers:
-    """16 columns in f32, zeros past the last."""
-    exists = step < k // STEP
-    at = source + (select(exists, step, constant(0)) * (STEP * dtype.itemsize)).widened()
-    words = [w for i in range(dtype.itemsize) for w in ptx.load_global(at, 16 * i, 4)]
-    words = [select(exists, w, constant(0)) for w in words]
+def _columns(source: Register, column: Register, k: int, dtype: jnp.dtype) -> Registers:
+    """Four columns in f32, zeros past the last."""
+    exists = column < k
+    at = source + (select(exists, column, constant(0)) * dtype.itemsize).widened()
+    words = [select(exists, w, constant(0)) for w in ptx.load_global(at, 0, dtype.itemsize)]
     if dtype == jnp.float32:
         return [w.as_f32() for w in words]
     unpack = ptx.unpack_f16x2 if dtype == jnp.float16 else ptx.unpack_bf16x2
@@ -121,7 +158,7 @@ def _columns(source: Register, step: Register, k: int, dtype: jnp.dtype) -> Regi
 
 
 def _operand(columns: Registers, factor: Register | None, of: str, parts: int) -> list[Registers]:
-    """Per part, eight words of two columns each."""
+    """Per part, two words of two columns each."""
     pairs = list(zip(columns[::2], columns[1::2], strict=True))
     if of == "f16":
         if factor is not None:
@@ -137,24 +174,26 @@ def _operand(columns: Registers, factor: Register | None, of: str, parts: int) -
     return words
 
 
-def _reduced(values: Registers) -> Register:
+def _largest(values: Registers) -> Register:
+    """The largest magnitude."""
+    values = [ptx.absolute(v) for v in values]
     while len(values) > 1:
-        values = [ptx.maximum(*values[i : i + 2]) for i in range(0, len(values) - 1, 2)] + (
-            values[-1:] if len(values) % 2 else []
-        )
+        pairs = zip(values[::2], values[1::2], strict=False)
+        values = [ptx.maximum(*pair) for pair in pairs] + values[len(values) // 2 * 2 :]
     return values[0]
 
 
-def _block_maximum(value: Register, thread: Register, warps: int, scratch) -> Register:
-    """The largest of all threads' values."""
-    for distance in (1, 2, 4, 8, 16):
+def _block_maximum(
+    value: Register, eighth: Register, warp: Register, warps: int, rows: int, scratch
+) -> Register:
+    """The largest of all values of a thread's row: four lanes of each warp (8 rows), or all of them (1)."""
+    for distance in (1, 2) if rows == 8 else (1, 2, 4, 8, 16):
         value = ptx.maximum(value, ptx.shuffle_xor(value.as_i32(), distance).as_f32())
-    at = ptx.shared_address(scratch)
-    with when((thread & 31).equals(0)):
-        ptx.store_shared(at + (thread >> 5) * 4, 0, [value])
+    at = ptx.shared_address(scratch) + eighth % rows * 4
+    with when(eighth < rows):
+        ptx.store_shared(at + warp * (4 * rows), 0, [value])
     ptx.block_sync()
-    values = [w.as_f32() for i in range(0, warps, 4) for w in ptx.load_shared(at, 4 * i, 4)]
-    return _reduced(values)
+    return _largest([ptx.load_shared(at, 4 * rows * w, 1)[0].as_f32() for w in range(warps)])
 
 
 def _power_of_two(largest: Register) -> tuple[Register, Register]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxserve import ptx
 from jaxserve.ptx import Register, Registers, select
-from jaxserve.quant.mosaic.products import BYTE_PAIRS, PRODUCTS, Fragments, Lane
+from jaxserve.quant.mosaic.products import BYTE_PAIRS, PRODUCTS, Lane
 from jaxserve.quant.mosaic.records import COLUMNS, LAYOUTS, ROWS
 
 Pair = Callable[[int, int], Register]  # (row half, group // 2) → the f16 numbers of two groups
@@ -152,25 +152,20 @@ def _exponent_factors(record, k):
 # ---- for the tensor core: f16 pairs, each weight rounded twice (its factor, then the weight)
 
 
-def tensor_weights(type_name: str, record: Register, k: Lane) -> Iterator[Fragments]:
-    """Operands A of four steps at a time: weights · 2^TENSOR_SHIFT in f16 (BF16 as they are).
+def tensor_weights(type_name: str, record: Register, k: Lane, first: int = 0) -> Iterator[Registers]:
+    """Operand A of each step from `first` on: weights · 2^TENSOR_SHIFT in f16 (BF16 as they are).
 
     A code's bias is taken away before the factor is multiplied in: exact, and nothing overflows on the way.
     """
     product, layout = PRODUCTS[type_name], LAYOUTS[type_name]
     numbers = _tensor_numbers(type_name, record, k)
     for quarter, steps in enumerate(product.codes(record, k)):
-        if product.scales is None:
-            yield steps
-            continue
-        fragments = []
-        for s, fragment in enumerate(steps):
-            group = (4 * quarter + s) * 16 // layout.group
-            halves = [numbers(r, group) for r in range(2)]
-            fragments.append(
-                [_weight(pair, product.bias[s], *halves[i % 2]) for i, pair in enumerate(fragment)]
-            )
-        yield fragments
+        for s in range(max(0, first - 4 * quarter), 4):
+            if product.scales is None:
+                yield list(steps[s])
+                continue
+            halves = [numbers(r, (4 * quarter + s) * 16 // layout.group) for r in range(2)]
+            yield [_weight(pair, product.bias[s], *halves[i % 2]) for i, pair in enumerate(steps[s])]
 
 
 def _weight(pair, bias, factor, offset):
