@@ -2,35 +2,36 @@
 
 import contextlib
 import dataclasses
-import itertools
 import os
-import secrets
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
-from jaxserve import sampling, saved
+from jaxserve import saved
+from jaxserve.batch import Batch, Meter, numbered_rows
 from jaxserve.cache import enable_compilation_cache
-from jaxserve.config import ModelConfig
-from jaxserve.errors import ContextLimitExceeded, JaxserveError, OutOfMemory, UnsupportedModel
+from jaxserve.capacity import SlotCost, auto_slots, check_memory, free_memory
+from jaxserve.errors import JaxserveError
 from jaxserve.gguf.hyperparameters import read_config
 from jaxserve.gguf.reader import GGUFFile, open_gguf
 from jaxserve.host_tier import HostTier
-from jaxserve.models.weights import free_host_memory, load_weights, resolve_mode
+from jaxserve.intake import Intake, Prompt
+from jaxserve.models.weights import free_host_memory, load_weights
 from jaxserve.params import SamplingParams
+from jaxserve.reproducible import ReproducibleReuse
 from jaxserve.request import Request
 from jaxserve.results import Completion, Piece
 from jaxserve.reuse import Reuse
 from jaxserve.runner import Progress, Runner
 from jaxserve.scheduler import Scheduler
 from jaxserve.session import Session
-from jaxserve.state import nbytes, state_nbytes
+from jaxserve.state import nbytes
+from jaxserve.stream import Stream
 from jaxserve.text.stream import TextStream
 from jaxserve.timing import PhaseLog
 
@@ -57,34 +58,43 @@ class Engine:
         path: str | os.PathLike,
         *,
         context: int | None = None,
-        slots: int = 1,
+        slots: int | str = 1,
         kv_dtype: str = "float16",
         weights: str = "auto",
         residency: bool = True,
         prefix_bytes: int | None = None,
+        reproducible: bool = False,
         progress: Progress | None = None,
     ) -> "Engine":
         """Load a GGUF file and compile everything a request needs.
 
         context: tokens a sequence may have (default: 4,096, or what the model was trained for);
-        slots: sequences in flight; kv_dtype: "float16", "bfloat16" or "float32";
+        slots: sequences in flight; "auto": as many as fit, at most 64 (on CPU 8);
+        kv_dtype: "float16", "bfloat16" or "float32";
         weights: "auto", "packed" or "float32" (`load_weights`);
         residency: a prompt may begin with what a slot still remembers (JAXSERVE_RESIDENCY=0 switches it off);
         prefix_bytes: host memory for prefixes that should outlive their slot (default: an eighth of what is
         free, at most 4 GiB; 0: none);
+        reproducible: a request's answer is the same, bit by bit, whatever runs beside it and whatever is held
+        of its prompt. Every decode step then costs what one of all slots costs (`reproducible.py`);
         progress(stage, done, total): called while weights arrive and programs compile.
         """
         if kv_dtype not in KV_DTYPES:
             raise ValueError(f"kv_dtype={kv_dtype!r}: expected one of {', '.join(KV_DTYPES)}")
-        _check_size("slots", slots)
-        if not isinstance(residency, bool):
-            raise TypeError(f"residency={residency!r}: expected True or False")
+        if slots != "auto":
+            _check_size("slots", slots)
+        for name, value in (("residency", residency), ("reproducible", reproducible)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}={value!r}: expected True or False")
         residency = residency and os.environ.get(RESIDENCY_VARIABLE) != "0"
-        if prefix_bytes is None:
-            prefix_bytes = min(MAX_PREFIX_BYTES, free_host_memory() // 8)
-        _check_size("prefix_bytes", prefix_bytes, least=0)
+        if prefix_bytes is not None:
+            _check_size("prefix_bytes", prefix_bytes, least=0)
         file = open_gguf(path)
         config = read_config(file)
+        recurrent = config.layers_of("delta") > 0
+        if prefix_bytes is None:
+            is_useful = recurrent or not reproducible  # else slots hold all that may be shared
+            prefix_bytes = min(MAX_PREFIX_BYTES, free_host_memory() // 8) if is_useful else 0
         if context is None:
             context = min(DEFAULT_CONTEXT, config.context_length)
         _check_size("context", context)
@@ -95,8 +105,13 @@ class Engine:
                 stacklevel=2,
             )
         enable_compilation_cache()
-        _check_memory(file, config, weights, slots=slots, context=context, kv_dtype=kv_dtype)
+        least = 1 if slots == "auto" else slots
+        check_memory(file, config, weights, slots=least, context=context, kv_dtype=kv_dtype)
         loaded, config = load_weights(file, weights=weights, progress=progress)
+        if slots == "auto":
+            device = jax.devices()[0]
+            cost = SlotCost(config, kv_dtype)
+            slots = auto_slots(cost, context, free_memory(device), device.platform)
         tier = HostTier(config, kv_dtype=kv_dtype, budget=prefix_bytes) if prefix_bytes else None
         with ThreadPoolExecutor(1) as pool:  # memory is pinned while programs compile
             reserved = pool.submit(tier.reserve) if tier else None
@@ -107,25 +122,26 @@ class Engine:
                 context=context,
                 kv_dtype=kv_dtype,
                 reuse=residency or tier is not None,
+                pinned=reproducible,
                 progress=progress,
             )
             if reserved:
                 reserved.result()
-        recurrent = config.layers_of("delta") > 0
-        return cls(file, runner, Reuse(runner, tier=tier, residency=residency, recurrent=recurrent))
+        kind = ReproducibleReuse if reproducible else Reuse
+        return cls(file, runner, kind(runner, tier=tier, residency=residency, recurrent=recurrent))
 
     def __init__(self, file: GGUFFile, runner: Runner, reuse: Reuse):
         self.file, self.config, self._runner, self._reuse = file, runner.config, runner, reuse
+        self.reproducible = isinstance(reuse, ReproducibleReuse)
         self.context, self.slots = runner.context, runner.slots
         self.device = jax.devices()[0]
         self.weights_nbytes = nbytes(runner.weights)
         self.state_nbytes = nbytes(runner.state)
         self.programs = [_program_name(name) for name in runner.programs]
         self._log = PhaseLog()
-        self._scheduler = Scheduler(runner, self._log, reuse)
+        self._intake = Intake(file, self.config, self.context)
+        self._scheduler = Scheduler(runner, self._log, reuse, reproducible=self.reproducible)
         self._lock = threading.Lock()
-        self._numbers = itertools.count()
-        self._tokenizer: Tokenizer | UnsupportedModel | None = None
 
     def __enter__(self) -> "Engine":
         return self
@@ -147,22 +163,13 @@ class Engine:
     @property
     def tokenizer(self) -> "Tokenizer":
         """The file's own tokenizer. Raises UnsupportedModel where the file has none that is known."""
-        if self._tokenizer is None:
-            from jaxserve.text.tokenizer import Tokenizer  # text libraries load only when text is used
-
-            try:
-                self._tokenizer = Tokenizer.from_metadata(self.file.metadata)
-            except UnsupportedModel as error:
-                self._tokenizer = error
-        if isinstance(self._tokenizer, UnsupportedModel):
-            raise self._tokenizer
-        return self._tokenizer
+        return self._intake.tokenizer
 
     # -- generation
 
     def generate(
         self,
-        prompt: str | Sequence[int] | np.ndarray,
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         on_token: Callable[[int], bool | None] | None = None,
@@ -188,9 +195,7 @@ class Engine:
             raise
         return request.completion()
 
-    def stream(
-        self, prompt: str | Sequence[int] | np.ndarray, params: SamplingParams | None = None
-    ) -> "Stream":
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Generate piece by piece. Closing or dropping the iterator cancels."""
         return Stream(self, self._submit(prompt, params))
 
@@ -209,14 +214,46 @@ class Engine:
         prompt = self.tokenizer.encode_chat(messages, tools=tools, **template_variables)
         return self._run(self._submit(prompt.ids, params, borders=prompt.borders))
 
-    def generate_n(
-        self, prompt: str | Sequence[int] | np.ndarray, params: SamplingParams | None = None, *, n: int
+    def generate_batch(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
     ) -> list[Completion]:
+        """Completions of many prompts, in their order.
+
+        params: for all of them, or one for each. A prompt that cannot be served becomes a completion with
+        `finish_reason` "error" and its reason in `error`; the others are not harmed. progress: a bar on
+        stderr; None shows it on a terminal.
+        """
+        done: dict[int, Completion] = {}
+        total = len(prompts) if hasattr(prompts, "__len__") else None
+        with Meter(total, shown=progress) as meter:
+            for number, completion in self.as_completed(prompts, params):
+                done[number] = completion
+                meter.count(len(completion.tokens))
+        return [done[number] for number in range(len(done))]
+
+    def as_completed(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+    ) -> Iterator[tuple[int, Completion]]:
+        """(number of the prompt, its completion), as they finish; otherwise as `generate_batch`.
+
+        Prompts are pulled as slots become free: a generator may make millions. Dropping the iterator cancels
+        what is in flight.
+        """
+        return Batch(self._open(), numbered_rows(self, prompts, params))
+
+    def generate_n(self, prompt: Prompt, params: SamplingParams | None = None, *, n: int) -> list[Completion]:
         """`n` independent samples of one prompt, which is computed once.
 
         Sample i is drawn with seed (params.seed + i) mod 2⁶⁴: `generate` with that seed gives the same. Free
         slots get a copy of the prompt's state; where there are none, a sample begins when one ends, from what
-        the slot and the host tier hold.
+        the slot and the host tier hold. Without a host tier (`prefix_bytes=0`) that is the row that went on:
+        the prompt's last token is computed again, with recurrent layers the whole prompt.
         """
         _check_size("n", n)
         params = SamplingParams() if params is None else params
@@ -238,7 +275,7 @@ class Engine:
 
     def logits(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Teacher-forced logits f32 [n, V] of every position. Touches no slot."""
-        ids = self._check_prompt(token_ids)
+        ids = self._intake.check_prompt(token_ids)
         with self._lock:
             return self._open()._runner.logits(ids)
 
@@ -275,6 +312,8 @@ class Engine:
         """
         with self._lock:
             tier = self._open()._reuse.tier
+            if self.reproducible:
+                raise ValueError("reproducible=True: what another engine computed has other bits")
             if tier is None:
                 raise ValueError("prefix_bytes=0: there is no host tier to load into")
             tier.add(saved.load(path, self._saved_header()))
@@ -286,7 +325,7 @@ class Engine:
         """Record a profiler trace of what runs in the `with` block; yields a report, filled at its end."""
         from jaxserve.trace import record
 
-        return record(directory, hlo=self._open()._runner.decode_texts)
+        return record(directory, hlo=self._open()._runner.program_texts)
 
     def program_memory(self) -> dict[str, dict[str, int]]:
         """Per compiled program the bytes of its temporaries and of the donated state it updates in place."""
@@ -297,29 +336,16 @@ class Engine:
 
     def _submit(self, prompt, params: SamplingParams | None, *, borders: Sequence[int] = ()) -> Request:
         request = self._request(prompt, params, borders)
-        with self._lock:
-            self._open()._scheduler.submit(request)
+        self._enqueue(request)
         return request
 
+    def _enqueue(self, request: Request) -> None:
+        with self._lock:
+            self._open()._scheduler.submit(request)
+
     def _request(self, prompt, params: SamplingParams | None, borders: Sequence[int] = ()) -> Request:
-        """Refuses all that can be refused. `borders`: lengths of the prompt at which a message ends."""
-        called = time.perf_counter()
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params={params!r}: expected a SamplingParams")
-        if isinstance(prompt, str):
-            if not prompt:
-                raise ValueError("the prompt is empty: pass some text")
-            prompt = self.tokenizer.encode(prompt)
-        ids = self._check_prompt(prompt)
-        tokenizer = self._text_or_none(required=bool(params.stop))
-        seed = secrets.randbits(64) if params.seed is None else params.seed
-        end_ids = tokenizer.end_ids if tokenizer else self._end_ids_without_tokenizer()
-        options = sampling.options(params, end_ids=end_ids, seed=seed, vocab_size=self.config.vocab_size)
-        limit = min(params.max_tokens, self.context - len(ids) + 1)
-        text = TextStream(tokenizer, params.stop) if tokenizer else None
-        number = next(self._numbers)
-        return Request(number, ids, params, options, limit, text, called=called, borders=borders)
+        # where cells are fixed every border makes one: only the first message's, the system prompt's, is kept
+        return self._intake.request(prompt, params, borders[:1] if self.reproducible else borders)
 
     def _pieces(self, request: Request) -> Iterator[Piece]:
         """What comes out of a request, stepping the engine while there is nothing to hand over."""
@@ -329,13 +355,17 @@ class Engine:
                 yield request.pieces.popleft()
             if done:
                 break
-            with self._lock:
-                if not request.pieces and not request.done:
-                    with jax.no_tracing(True):  # everything was compiled in `load`
-                        self._open()._scheduler.step(request)
+            self._turn(request, lambda: request.pieces or request.done)
         if request.failure is not None:
             raise request.failure
         self._flush()
+
+    def _turn(self, caller: Request, is_over: Callable[[], bool]) -> None:
+        """Step for everyone, unless what the caller waits for has come meanwhile."""
+        with self._lock:
+            if not is_over():
+                with jax.no_tracing(True):  # everything was compiled in `load`
+                    self._open()._scheduler.step(caller)
 
     def _flush(self) -> None:
         """A result is out: store what it left."""
@@ -360,83 +390,6 @@ class Engine:
             raise JaxserveError("this engine was closed: load it again")
         return self
 
-    def _check_prompt(self, prompt) -> list[int]:
-        """Ids as Python ints, refused before any device work when they cannot be served."""
-        if isinstance(prompt, (str, bytes)):
-            raise TypeError(f"the prompt is {type(prompt).__name__}: expected a sequence of token ids")
-        ids = np.asarray(prompt)
-        if ids.ndim != 1:
-            raise TypeError(f"the prompt has shape {ids.shape}: expected one sequence of token ids")
-        if ids.size == 0:
-            raise ValueError("the prompt is empty: pass at least one token id")
-        if ids.dtype.kind in "fO" and all(isinstance(i, int) for i in prompt):  # one is beyond 64 bits
-            ids = np.array(prompt, object)
-        elif not np.issubdtype(ids.dtype, np.integer):
-            raise TypeError(f"the prompt holds {ids.dtype}: expected integer token ids")
-        wrong = (ids < 0) | (ids >= self.config.vocab_size)
-        if wrong.any():
-            at = int(wrong.argmax())
-            raise ValueError(
-                f"token id {ids[at]} at position {at} is outside the vocabulary: "
-                f"expected 0 ≤ id < {self.config.vocab_size:,}"
-            )
-        if ids.size > self.context:
-            raise ContextLimitExceeded(ids.size, self.context)
-        return ids.tolist()
-
-    def _text_or_none(self, *, required: bool):
-        """The tokenizer, or None where the file has none and ids are enough."""
-        try:
-            return self.tokenizer
-        except JaxserveError:
-            if required:
-                raise
-            return None
-
-    def _end_ids_without_tokenizer(self) -> list[int]:
-        ids = (self.file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-        return [i for i in ids if i is not None and 0 <= i < self.config.vocab_size]
-
-
-class Stream:
-    """An iterator of pieces. `completion` is there once it has ended, also after `close`."""
-
-    def __init__(self, engine: Engine, request: Request):
-        self._engine, self._request = engine, request
-        self._pieces = engine._pieces(request)
-        self._delivered = 0
-        self.completion: Completion | None = None
-
-    def __iter__(self) -> "Stream":
-        return self
-
-    def __next__(self) -> Piece:
-        if self.completion is not None:
-            raise StopIteration
-        try:
-            piece = next(self._pieces)
-        except StopIteration:
-            self.completion = self._request.completion()
-            raise
-        except BaseException:
-            if self._request.failure is None:
-                self.close()
-            else:
-                self.completion = self._request.completion()
-            raise
-        self._delivered += piece.token is not None
-        return piece
-
-    def close(self) -> None:
-        """Cancel: the slot is free at once, and the completion holds what was delivered."""
-        if self.completion is None:
-            self._pieces.close()
-            self._engine._cancel(self._request, self._delivered)
-            self.completion = self._request.completion()
-
-    def __del__(self):
-        self._request.abandoned = True  # no lock here: the collector may run inside a step
-
 
 def _seeded(params: SamplingParams, n: int) -> list[SamplingParams]:
     """The parameters of n samples, each with its own seed."""
@@ -452,20 +405,6 @@ def _check_size(name: str, value: int, least: int = 1) -> None:
         raise TypeError(f"{name}={value!r}: expected an integer")
     if value < least:
         raise ValueError(f"{name}={value}: expected at least {least}")
-
-
-def _check_memory(file: GGUFFile, config: ModelConfig, weights: str, **shape) -> None:
-    """Refuse before anything is allocated what cannot fit."""
-    if resolve_mode(weights, file) == "packed":
-        needed = file.nbytes
-    else:
-        needed = 4 * sum(int(np.prod(tensor.shape)) for tensor in file.tensors.values())
-    needed += state_nbytes(config, **shape)
-    stats = jax.devices()[0].memory_stats() or {}
-    on_device = "bytes_limit" in stats
-    available = stats["bytes_limit"] - stats["bytes_in_use"] if on_device else free_host_memory()
-    if needed > available:
-        raise OutOfMemory(needed, available)
 
 
 def _program_name(name) -> str:

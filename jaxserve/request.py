@@ -2,11 +2,12 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jaxserve.params import MAX_LOGPROBS, SamplingParams
+from jaxserve.policy import Cell
 from jaxserve.results import Completion, PhaseTimings, Piece, TokenLogprobs
 from jaxserve.sampling import Options
 from jaxserve.state import MAX_STEPS
@@ -32,12 +33,16 @@ class Request:
         self.number, self.prompt, self.params, self.options = number, prompt, params, options
         self.limit = limit  # tokens it may draw: max_tokens, or what the context leaves
         self.text = text  # TextStream, or None for a file without a tokenizer
+        self.has_reader = True  # False: nobody wants its pieces, its completion is all
+        self.sampled = not params.plain_greedy  # its step needs more than an argmax
         self.ids = np.asarray(prompt, np.int32)
         self.borders = borders  # lengths of the prompt at which a message ends
         self.samples: list[Request] = []  # others that begin from the same prompt's state
         self.phase = WAITING
         self.route, self.cached, self.full_hit = "prefill", 0, False
         self.stops: tuple[int, ...] = ()  # where the feeding of its prompt pauses
+        self.cells: tuple[Cell, ...] = ()  # how its prompt is cut, where that is fixed beforehand
+        self.shared = len(prompt)  # tokens of its prompt that others may take over, and it from them
         self.checkpoints: list[int] = []  # stored inside its prompt, by length
         self.kept = None  # what its row had at the end of its prompt
         self.slot: int | None = None
@@ -58,9 +63,9 @@ class Request:
         return self.phase == DONE
 
     @property
-    def sampled(self) -> bool:
-        """Whether its step needs more than an argmax."""
-        return not self.params.plain_greedy
+    def spells(self) -> bool:
+        """Whether its text is made as tokens come: for a reader, or to find stop strings. Else at the end."""
+        return self.text is not None and (self.has_reader or bool(self.params.stop))
 
     @property
     def end(self) -> int:
@@ -79,6 +84,15 @@ class Request:
         if full_hit:
             self.phase, self.asked = DECODING, 1
 
+    def next_cell(self, size_of: Callable[[int], int]) -> Cell:
+        """The piece of its prompt that is fed next; size_of(remaining): the size of a prefill call."""
+        for cell in self.cells:
+            if self.fed < cell.stop:
+                return cell._replace(start=self.fed)
+        stop = next(at for at in self.stops if at > self.fed)
+        size = size_of(stop - self.fed)
+        return Cell(self.fed, min(stop, self.fed + size), size)
+
     def receive(self, token: int, logprobs: TokenLogprobs | None) -> None:
         """Take a drawn token that is not a stop token."""
         if not self.tokens:
@@ -86,7 +100,9 @@ class Request:
         self.tokens.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        self.pieces.append(Piece(token, self.text.push(token) if self.text else ""))
+        delta = self.text.push(token) if self.spells else ""
+        if self.has_reader:
+            self.pieces.append(Piece(token, delta))
         if self.text and self.text.stopped:
             self.finish("stop")
 
@@ -94,7 +110,7 @@ class Request:
         """Nothing more comes out. Held-back text is released as a last piece."""
         if self.done:
             return
-        rest = self.text.finish() if self.text else ""
+        rest = self.text.finish() if self.spells else ""
         if rest:
             self.pieces.append(Piece(None, rest))
         self.finish_reason, self.failure = reason, failure
@@ -129,6 +145,11 @@ class Request:
 
     def completion(self) -> Completion:
         """The result of a finished request."""
+        if self.text and not self.spells:
+            for token in self.tokens:
+                self.text.push(token)
+            self.text.finish()
+            self.has_reader = True  # its text is made
         return Completion(
             tokens=list(self.tokens),
             text=self.text.text if self.text else "",

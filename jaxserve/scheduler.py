@@ -1,14 +1,16 @@
 """The loop: admit, dispatch, collect. Sequential, one screen; whoever waits for a result steps for everyone.
 
-    admit      waiting requests take free slots, in order of arrival; where a whole prompt's state is held,
-               its first token is drawn and read at once
-    dispatch   one prefill chunk of the oldest request that needs one, then one decode step of all rows
+    admit      waiting requests take free slots, in order of arrival, unless they wait for a prompt that they
+               share; where a whole prompt's state is held, its first token is drawn and read at once
+    dispatch   prefill chunks of the oldest requests that need some, within a budget of tokens, then one
+               decode step of all rows
     collect    read the mail of the dispatch before this one: the device is already busy with the next
 
 A row that ended on a stop id is found out one step late. The device froze it at once: nothing was written.
 """
 
 import contextlib
+import functools
 import itertools
 import time
 from collections import Counter, deque
@@ -16,13 +18,16 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
+from jaxserve import policy
 from jaxserve.errors import EngineError
+from jaxserve.policy import Cell, Feeding, Lane
 from jaxserve.prefix import Plan
 from jaxserve.request import DECODING, PREFILLING, Request, read_logprobs
 from jaxserve.reuse import Reuse
-from jaxserve.runner import Mail, Runner, drawn_tokens
-from jaxserve.state import BROKEN, STOPPED
+from jaxserve.runner import Mail, Runner
+from jaxserve.state import BROKEN, MAX_STEPS, STOPPED
 from jaxserve.timing import PhaseLog
 
 NON_FINITE = (
@@ -41,8 +46,13 @@ class Ticket(NamedTuple):
 class Scheduler:
     """Requests in flight on one runner. Not thread-safe: the engine holds its lock around every call."""
 
-    def __init__(self, runner: Runner, log: PhaseLog, reuse: Reuse | None = None):
+    def __init__(
+        self, runner: Runner, log: PhaseLog, reuse: Reuse | None = None, *, reproducible: bool = False
+    ):
+        """reproducible: a row's programs never depend on what runs beside it."""
         self.runner, self.log, self.reuse = runner, log, reuse or Reuse(runner)
+        self.reproducible = reproducible
+        self.prefill_budget = runner.buckets.chunks[-1]  # tokens a step
         self.waiting: deque[Request] = deque()
         self.slots: list[Request | None] = [None] * runner.slots
         self.tickets: deque[Ticket] = deque()
@@ -128,8 +138,9 @@ class Scheduler:
         started: list[Request] = []
         while self.waiting and None in self.slots:
             self.reuse.flush()  # before a slot is taken
-            chosen = self.reuse.plan(self.waiting[0], self.slots)
-            request = self.waiting.popleft()
+            request, chosen = self._next()
+            if request is None:
+                break
             if self._start(request, chosen):
                 started += [request, *self._start_samples(request)]
         if started:
@@ -137,6 +148,30 @@ class Scheduler:
             for request in started:
                 self.reuse.established(request)
         return bool(started)
+
+    def _next(self) -> tuple[Request | None, Plan | None]:
+        """Who gets a free slot, and how; nobody while all wait for prompts that are being fed."""
+        plan = functools.cache(lambda index: self.reuse.plan(self.waiting[index], self.slots))
+        ahead = itertools.islice(self.waiting, len(self.slots))
+        prompts = (request.ids for request in ahead)
+        available = lambda index: plan(index).length  # noqa: E731
+        index = policy.next_to_admit(prompts, self._feeding(), available, gain=self.runner.buckets.chunks[0])
+        if index is None:
+            return None, None
+        chosen, request = plan(index), self.waiting[index]
+        del self.waiting[index]
+        return request, chosen
+
+    def _feeding(self) -> list[Feeding]:
+        """The prompts under way that others may begin with before they are done."""
+        reuse = self.reuse
+        if not (reuse.residency if not reuse.recurrent else reuse.tier):
+            return []
+        return [
+            Feeding(r.ids[: r.shared], r.fed, r.stops[:-1] if reuse.recurrent else None)
+            for r in self.slots
+            if r is not None and r.phase == PREFILLING
+        ]
 
     def _start(self, request: Request, chosen: Plan) -> bool:
         """Give a request a slot and what is held of its prompt. Returns whether its first token was drawn."""
@@ -182,36 +217,44 @@ class Scheduler:
         return self._prefill() | self._decode()
 
     def _prefill(self) -> bool:
-        needy = [r for r in self.slots if r is not None and r.phase == PREFILLING]
-        if not needy:
-            return False
-        request = min(needy, key=lambda r: r.number)
+        spent, complete = 0, []
+        while needy := [r for r in self.slots if r is not None and r.phase == PREFILLING]:
+            request = min(needy, key=lambda r: r.number)
+            cell = request.next_cell(self.runner.buckets.chunk)
+            if not policy.fits_budget(cell.size, spent, self.prefill_budget):
+                break
+            spent += cell.size
+            self._feed(request, cell)
+            if request.phase == DECODING:
+                complete += [request, *self._start_samples(request)]
+        if complete:
+            self._mail(tuple(complete))
+        return spent > 0
+
+    def _feed(self, request: Request, cell: Cell) -> None:
         with jax.profiler.StepTraceAnnotation("prefill", step_num=next(self.steps)):
-            stop = next(at for at in request.stops if at > request.fed)
-            request.fed += self.runner.prefill(request.slot, request.ids, request.fed, stop)
+            request.fed += self.runner.prefill(
+                request.slot, request.ids, cell.start, cell.stop, size=cell.size
+            )
         self.counters["prefill_chunks"] += 1
         self.reuse.fed(request)
         if request.fed == len(request.prompt):
             request.phase, request.asked = DECODING, 1
-            self._mail((request,))
             self.reuse.established(request)
-            if samples := self._start_samples(request):
-                self._mail(tuple(samples))
-        return True
 
     def _decode(self) -> bool:
         running = tuple(r for r in self.slots if r is not None and r.phase == DECODING and r.asked < r.limit)
         if not running:
             return False
-        with jax.profiler.StepTraceAnnotation("decode", step_num=next(self.steps)):
-            self.runner.decode(
-                [r.slot for r in running],
-                sampled=any(r.sampled for r in running),
-                longest=max(r.end for r in running),
-            )
-            for request in running:
-                request.asked += 1
-            self._mail(running)
+        lanes = [Lane(r.slot, r.end, r.sampled) for r in running]
+        reach = self.runner.buckets.reach
+        for launch in policy.launches(lanes, reach, reproducible=self.reproducible):
+            with jax.profiler.StepTraceAnnotation("decode", step_num=next(self.steps)):
+                slots = [lane.slot for lane in launch.lanes]
+                self.runner.decode(slots, sampled=launch.sampled, longest=launch.longest)
+        for request in running:
+            request.asked += 1
+        self._mail(running)
         self.counters["decode_steps"] += 1
         return True
 
@@ -225,12 +268,13 @@ class Scheduler:
         while len(self.tickets) > leave:
             ticket = self.tickets.popleft()
             mail = ticket.mail.read()
+            rows = mail[:, : 1 + MAX_STEPS].tolist()  # at once: indexing an array costs more per row
             for request in ticket.requests:
                 if not request.done:
-                    self._receive(request, mail)
+                    self._receive(request, mail, *rows[request.slot])
 
-    def _receive(self, request: Request, mail) -> None:
-        status, drawn = drawn_tokens(mail, request.slot)
+    def _receive(self, request: Request, mail: np.ndarray, status: int, *drawn: int) -> None:
+        drawn = [token for token in drawn if token >= 0]
         stop = status == STOPPED
         for index, token in enumerate(drawn):
             if status == BROKEN or (stop and index == len(drawn) - 1):

@@ -1,7 +1,6 @@
 """The command line: flags, exit statuses and output with a fake engine, then whole runs with tiny models."""
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
@@ -17,15 +16,13 @@ import numpy as np
 import pytest
 
 from jaxserve import timing
-from jaxserve.cli import bench, console, flags, footprint, generate, main
+from jaxserve.cli import console, flags, footprint, generate, main
 from jaxserve.cli import inspect as inspect_command
-from jaxserve.cli import trace as trace_command
 from jaxserve.config import Experts, Layer, ModelConfig
 from jaxserve.errors import ContextLimitExceeded, UnsupportedModel
 from jaxserve.gguf.reader import Tensor
 from jaxserve.params import SamplingParams
 from jaxserve.results import Completion, PhaseTimings, Piece
-from jaxserve.trace import TraceReport
 
 TINY = Path(__file__).parent / "data" / "tiny"
 MODEL = str(TINY / "llama-f32.gguf")
@@ -84,19 +81,12 @@ class FakeEngine:
         timings = PhaseTimings(0.0, None, 0.01 * count, 0.002 * (asked - 1), 0.02, count, count, asked - 1)
         return Completion([7, 8], "Paris.", "stop", count, 0, "prefill", timings)
 
-    @contextlib.contextmanager
-    def trace(self, directory):
-        report = TraceReport(path=str(directory))
-        yield report
-        report.steps = report.steady_steps = 3
-
 
 @pytest.fixture
 def engine(monkeypatch):
     """Every command gets this engine in place of a loaded one."""
     fake = FakeEngine()
-    for command in (generate, bench, trace_command):
-        monkeypatch.setattr(command, "load_engine", lambda args, **_: fake)
+    monkeypatch.setattr(generate, "load_engine", lambda args, **_: fake)
     return fake
 
 
@@ -170,7 +160,7 @@ def test_made_up_prompts_are_within_the_vocabulary_and_differ_from_the_first_tok
 # ---- help and exit statuses
 
 
-@pytest.mark.parametrize("words", [[], ["generate"], ["inspect"], ["bench"], ["trace"]])
+@pytest.mark.parametrize("words", [[], ["generate"], ["batch"], ["inspect"], ["bench"], ["trace"]])
 def test_help_shows_examples(words, capsys):
     assert main([*words, "--help"]) == 0
     assert "examples:" in capsys.readouterr().out
@@ -441,85 +431,6 @@ def test_metadata_that_is_no_text_can_still_be_printed():
     assert inspect_command.plain([broken, 1, np.arange(2)]) == ["ab\ufffd", 1, [0, 1]]
 
 
-# ---- bench and trace with the fake engine
-
-
-@pytest.fixture
-def quick_bench(engine, monkeypatch):
-    monkeypatch.setattr(bench, "measured_copy_bandwidth", lambda device: 10e9)
-    monkeypatch.setattr(bench, "read_per_token", lambda engine, path: 4 * 10**6)
-    return engine
-
-
-def test_bench_reports_speed_bandwidth_and_what_they_depend_on(quick_bench, capsys):
-    assert main(["bench", "m", "--prompt", "10", "--generate", "20", "--repetitions", "2"]) == 0
-    table, last = capsys.readouterr().out.rstrip("\n").rsplit("\n", 1)
-    result = json.loads(last)
-    prompt, decode = result["rows"]
-    assert (prompt["test"], prompt["tokens_per_s"], prompt["gb_per_s"]) == ("pp10", pytest.approx(100), None)
-    assert (decode["test"], decode["tokens_per_s"]) == ("tg20", pytest.approx(500))
-    assert (decode["gb_per_s"], decode["percent_of_copy"]) == (pytest.approx(2), pytest.approx(20))
-    assert [len(row["runs"]) for row in result["rows"]] == [2, 2]
-    assert {"model", "context", "device", "versions", "date", "copy_gb_per_s"} <= set(result)
-    for word in ("pp10", "tg20", "500.00 ± 0.00", "20.0 %"):
-        assert word in table
-
-
-def test_bench_never_asks_for_the_same_prompt_twice_and_warms_up_first(quick_bench):
-    assert main(["bench", "m", "--prompt", "10", "--generate", "0", "--repetitions", "3"]) == 0
-    prompts = [tuple(prompt) for prompt, _ in quick_bench.asked]
-    assert len(prompts) == len(set(prompts)) == 4
-    assert all(params.ignore_eos for _, params in quick_bench.asked)
-
-
-def test_bench_at_a_depth_fills_the_state_first(quick_bench):
-    assert main(["bench", "m", "--prompt", "5", "--generate", "0", "--depth", "7", "--repetitions", "1"]) == 0
-    before, after = quick_bench.asked[-2][0], quick_bench.asked[-1][0]
-    assert (len(before), len(after), after[:7]) == (7, 12, before)
-
-
-def test_bench_json_is_the_object_alone(quick_bench, capsys):
-    assert main(["bench", "m", "--prompt", "4", "--generate", "4", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["batch"] == 1
-
-
-def test_bench_deviation_of_one_run_is_zero():
-    assert bench.row("pp1", 0, [5.0])["std"] == 0
-    assert bench.row("pp1", 0, [4.0, 6.0])["std"] == pytest.approx(2**0.5)
-
-
-def test_trace_prints_a_table_and_writes_the_same_report(engine, tmp_path, capsys):
-    assert main(["trace", "m", "--out", str(tmp_path / "new"), "--steps", "3"]) == 0
-    out = capsys.readouterr().out
-    last = json.loads(out.rstrip("\n").rsplit("\n", 1)[1])
-    written = json.loads((tmp_path / "new" / "report.json").read_text())
-    assert written == last | {"each_step": []}
-    assert last["steady_steps"] == 3 and "3 steady steps" in out
-    warm_up, traced = engine.asked
-    assert warm_up[0] != traced[0] and traced[1].max_tokens == 4
-
-
-def test_trace_refuses_a_folder_it_cannot_write_before_loading(engine, tmp_path, capsys):
-    (tmp_path / "file").touch()
-    assert main(["trace", "m", "--out", str(tmp_path / "file")]) == 1
-    assert (engine.asked, engine.closed) == ([], 0)
-
-
-def test_named_runs_the_command_again_with_graphs_off(engine, tmp_path, monkeypatch, capsys):
-    def child(command, env, **_):
-        assert command[1:5] == ["-m", "jaxserve", "trace", "m"] and "--named" not in command
-        assert env["XLA_FLAGS"] == "--some=1 --xla_gpu_enable_command_buffer="
-        assert engine.asked == []  # this process holds no device memory yet
-        return SimpleNamespace(returncode=0, stdout='attention 0.5\n{"layers": [1]}\n')
-
-    monkeypatch.setenv("XLA_FLAGS", "--some=1")
-    monkeypatch.setattr(subprocess, "run", child)
-    assert main(["trace", "m", "--out", str(tmp_path), "--named"]) == 0
-    out = capsys.readouterr().out
-    assert "attention 0.5" in out
-    assert json.loads(out.rstrip("\n").rsplit("\n", 1)[1])["named"] == {"layers": [1]}
-
-
 # ---- whole runs with tiny models
 
 
@@ -570,6 +481,25 @@ def test_inspect_predicts_the_weights_and_the_state_an_engine_takes(capsys):
     with jaxserve.Engine.load(MODEL, context=64, kv_dtype="float32", weights="float32") as engine:
         assert memory["state_bytes"] == engine.state_nbytes
         assert memory["weights_bytes"] == pytest.approx(engine.weights_nbytes, rel=0.02)
+
+
+def test_inspect_plans_slots_and_context(capsys):
+    words = ["inspect", MODEL, "--slots", "auto", "--context", "128", "--kv-dtype", "float32"]
+    assert main([*words, "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert [row["context"] for row in memory["plan"]] == [32, 128, 512]
+    chosen = memory["plan"][1]
+    assert chosen["slot_bytes"] == memory["slot_fixed_bytes"] + 128 * memory["slot_token_bytes"]
+    assert memory["slots"] == chosen["slots_auto"] <= chosen["slots_that_fit"]
+    assert memory["state_bytes"] == pytest.approx(memory["slots"] * chosen["slot_bytes"], rel=0.01)
+    assert main(words) == 0
+    assert "slots that fit" in capsys.readouterr().out
+
+
+def test_slots_are_a_number_or_auto(capsys):
+    assert flags.slot_count("auto") == "auto" and flags.slot_count("3") == 3
+    assert main(["inspect", MODEL, "--slots", "many"]) == 2
+    assert "many" in capsys.readouterr().err
 
 
 def test_inspect_describes_a_hybrid_model_and_what_it_skips(capsys):

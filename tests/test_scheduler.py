@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from jaxserve import EngineError, SamplingParams, sampling
+from jaxserve.buckets import Buckets
 from jaxserve.request import Request
 from jaxserve.results import Piece
+from jaxserve.reuse import Reuse
 from jaxserve.scheduler import Scheduler
 from jaxserve.state import BROKEN, FULL, IDLE, MAX_STEPS, RUNNING, STOPPED
 from jaxserve.timing import PhaseLog
@@ -29,8 +31,9 @@ class FakeMail:
 class FakeRunner:
     """Draws 100, 101, … in every row; `script` replaces a slot's tokens. Keeps a record of all calls."""
 
-    def __init__(self, slots: int):
+    def __init__(self, slots: int, chunks: tuple[int, ...] = (CHUNK,)):
         self.slots, self.calls, self.script = slots, [], {}
+        self.buckets = Buckets(chunks=chunks, reaches=(1024, 8192), lanes=(slots,))
         self.reset()
 
     def reset(self):
@@ -42,12 +45,15 @@ class FakeRunner:
         self.status[slot], self.left[slot] = IDLE, limit
         self.next[slot] = iter(self.script.get(slot) or range(100, 200))
 
-    def prefill(self, slot, tokens, start, stop):
-        fed = min(CHUNK, stop - start)
+    def prefill(self, slot, tokens, start, stop, *, size):
+        fed = min(size, stop - start)
         self.calls.append(("prefill", slot, start, fed))
         if start + fed == len(tokens):
             self._draw(slot)
         return fed
+
+    def copy_row(self, source, target, length):
+        self.calls.append(("copy", source, target, length))
 
     def decode(self, rows, *, sampled, longest):
         self.calls.append(("decode", tuple(rows), longest))
@@ -77,14 +83,16 @@ class FakeRunner:
 class Loop:
     """A scheduler, its fake runner, and requests numbered as they come."""
 
-    def __init__(self, slots: int = 1):
-        self.runner = FakeRunner(slots)
-        self.scheduler = Scheduler(self.runner, PhaseLog(enabled=False))
+    def __init__(self, slots: int = 1, *, chunks: tuple[int, ...] = (CHUNK,), **options):
+        self.runner = FakeRunner(slots, chunks)
+        reuse = Reuse(self.runner, residency=options.pop("residency", False))
+        self.scheduler = Scheduler(self.runner, PhaseLog(enabled=False), reuse, **options)
         self.requests = []
 
-    def submit(self, length: int = 2, limit: int = 3) -> Request:
-        options = sampling.options(SamplingParams(), seed=0, vocab_size=1000)
-        request = Request(len(self.requests), [1] * length, SamplingParams(), options, limit)
+    def submit(self, length: int = 2, limit: int = 3, prompt=None, params=SamplingParams()) -> Request:  # noqa: B008
+        options = sampling.options(params, seed=0, vocab_size=1000)
+        prompt = [1] * length if prompt is None else prompt
+        request = Request(len(self.requests), prompt, params, options, limit)
         self.requests.append(request)
         self.scheduler.submit(request)
         return request
@@ -131,6 +139,71 @@ def test_the_oldest_prompt_is_fed_first():
     loop = Loop(slots=2)
     loop.submit(length=8), loop.submit(length=8)
     assert [call[1] for call in loop.step(4) if call[0] == "prefill"] == [0, 0, 1, 1]
+
+
+def test_a_long_prompt_holds_up_running_rows_by_one_chunk_a_token():
+    loop = Loop(slots=8, chunks=(64, 512))
+    streams = [loop.submit(limit=100) for _ in range(7)]
+    loop.step(3)
+    loop.submit(length=4000)
+    before = [len(request.tokens) for request in streams]
+    for turn in range(1, 9):
+        kinds = loop.kinds()
+        assert kinds.count("prefill") == 1 and kinds.count("decode") == 1
+        assert [len(request.tokens) for request in streams] == [count + turn for count in before]
+    assert loop.requests[-1].fed == 4000
+
+
+def test_a_step_feeds_as_many_short_prompts_as_one_long_chunk_has_tokens():
+    loop = Loop(slots=8, chunks=(4, 16))
+    for _ in range(8):
+        loop.submit(length=3)
+    assert [loop.kinds().count("prefill") for _ in range(3)] == [4, 4, 0]
+
+
+def test_prompts_that_begin_alike_are_fed_once():
+    loop = Loop(slots=4, chunks=(64, 256), residency=True)
+    system = list(range(1000))
+    for i in range(4):
+        loop.submit(prompt=system + [500 + i] * 50)
+    calls = loop.step(12)
+    fed = sum(call[3] for call in calls if call[0] == "prefill")
+    assert fed == 1000 + 4 * 50
+    copies = [call[2:] for call in calls if call[0] == "copy"]
+    assert copies == [(1, 1000), (2, 1000), (3, 1000)]
+    assert all(request.finish_reason == "length" for request in loop.requests)
+
+
+def test_a_request_that_has_nothing_to_wait_for_overtakes_those_that_have():
+    loop = Loop(slots=3, chunks=(64, 256), residency=True)
+    system = list(range(1000))
+    first, second = (loop.submit(prompt=[*system, i]) for i in range(2))
+    other = loop.submit(length=2)
+    loop.step()
+    assert (first.slot, other.slot, second.slot) == (0, 1, None)
+
+
+def test_whoever_waits_for_a_prompt_goes_on_when_that_is_cancelled():
+    loop = Loop(slots=2, chunks=(64, 256), residency=True)
+    system = list(range(1000))
+    first, second = (loop.submit(prompt=[*system, i]) for i in range(2))
+    loop.step()
+    loop.scheduler.cancel(first, 0, None)
+    loop.step(12)
+    assert second.finish_reason == "length"
+
+
+def test_reproducible_rows_that_need_other_programs_decode_beside_each_other():
+    loop = Loop(slots=3, chunks=(64, 2048), reproducible=True)
+    loop.submit(length=2, limit=9), loop.submit(length=1500, limit=9)
+    loop.submit(length=2, limit=9, params=SamplingParams(temperature=1.0))
+    calls = loop.step(5)
+    decodes = [call[1] for call in calls if call[0] == "decode"]
+    assert decodes[-3:] == [(0,), (1,), (2,)]
+    kinds = [call[0] for call in calls]
+    assert kinds[-5:] == ["decode", "decode", "decode", "peek", "read"]
+    loop.step(12)
+    assert all(len(request.tokens) == 9 for request in loop.requests)
 
 
 def test_a_dispatch_is_read_after_the_next_one_left():

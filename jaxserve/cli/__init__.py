@@ -13,6 +13,7 @@ from jaxserve.errors import JaxserveError
 # command -> what it does; each is a module here with `add_arguments(parser)` and `run(args) -> int`
 COMMANDS = {
     "generate": "complete one prompt, or answer it as a chat turn",
+    "batch": "answer a file of prompts; a job that was killed goes on where it ended",
     "inspect": "what a GGUF file holds and what it needs on the device; loads no weights",
     "bench": "prompt and decode speed, and how much of the memory bandwidth decode uses",
     "trace": "where a token's time goes: launches, kernels and layers of each decode step",
@@ -23,6 +24,7 @@ EXAMPLES = """\
 examples:
   jaxserve generate model.gguf "The capital of France is" --max-tokens 16
   jaxserve generate model.gguf --chat "Tell me a joke." --temperature 0.8 --seed 1
+  jaxserve batch model.gguf questions.jsonl answers.jsonl --resume
   jaxserve inspect model.gguf --context 8192 --slots 4
   jaxserve bench model.gguf
   jaxserve trace model.gguf --out trace/

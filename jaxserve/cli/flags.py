@@ -20,6 +20,11 @@ def token_ids(text: str) -> list[int]:
         raise ValueError(f"{text!r}: expected token ids with commas between them, like 1,2,3") from None
 
 
+def slot_count(text: str) -> int | str:
+    """A number, or "auto"."""
+    return text if text == "auto" else int(text)
+
+
 # What a flag of `SamplingParams` says and takes. A field without a row fails the first `jaxserve --help`.
 SAMPLING_HELP = {
     "max_tokens": "tokens to generate at most",
@@ -66,14 +71,22 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def add_size_flags(
-    parser: argparse.ArgumentParser, context: str = "4096, or the trained length if less"
+    parser: argparse.ArgumentParser,
+    context: str = "4096, or the trained length if less",
+    slots: int | str = 1,
 ) -> None:
     """What decides the size of the state. `context` says in words what is used without --context."""
     group = parser.add_argument_group("engine")
     group.add_argument(
         "--context", type=int, metavar="N", help=f"tokens a sequence can hold (default: {context})"
     )
-    group.add_argument("--slots", type=int, default=1, metavar="N", help="sequences held at once (default 1)")
+    group.add_argument(
+        "--slots",
+        type=slot_count,
+        default=slots,
+        metavar="N",
+        help=f"sequences held at once; auto: as many as fit, at most 64, on CPU 8 (default {slots})",
+    )
     group.add_argument(
         "--kv-dtype",
         choices=KV_DTYPES,

@@ -3,9 +3,12 @@
 Reads the header alone: no weights are loaded, nothing is allocated on a device. "packed" tensors keep ggml's
 packing on the device; a type without a packed form becomes a float16 copy. "skipped" ones are not loaded.
 
+The last table is a plan: what a slot takes at a context, and how many slots fit beside the weights.
+
 examples:
   jaxserve inspect model.gguf
   jaxserve inspect model.gguf --context 32768 --slots 8      # does it fit?
+  jaxserve inspect model.gguf --context 2048 --slots auto    # what would a job choose?
   jaxserve inspect model.gguf --tensors --metadata --json
 """
 
@@ -17,6 +20,7 @@ import jax
 import numpy as np
 
 from jaxserve.buckets import Buckets
+from jaxserve.capacity import SlotCost, auto_slots, free_memory, plan
 from jaxserve.cli import console
 from jaxserve.cli.flags import add_size_flags, add_weights_flag
 from jaxserve.cli.footprint import Footprint, footprints
@@ -54,16 +58,26 @@ def run(args: argparse.Namespace) -> int:
     mode = resolve_mode(args.weights, file)
     context = min(DEFAULT_CONTEXT, config.context_length) if args.context is None else args.context
     tensors = footprints(file.tensors.values(), config, mode)
-    state = state_nbytes(config, slots=args.slots, context=context, kv_dtype=args.kv_dtype)
+    weights = sum(tensor.device_bytes for tensor in tensors)
+    device = jax.devices()[0]
+    free, platform = free_memory(device) - weights, device.platform
+    cost = SlotCost(config, args.kv_dtype)
+    slots = auto_slots(cost, context, free, platform) if args.slots == "auto" else args.slots
+    state = state_nbytes(config, slots=slots, context=context, kv_dtype=args.kv_dtype)
+    contexts = sorted({max(1, context // 4), context, max(context, min(4 * context, config.context_length))})
     report = describe(file, config, tensors, mode) | {
-        "buckets": dataclasses.asdict(Buckets.of(context, args.slots, jax.default_backend())),
+        "buckets": dataclasses.asdict(Buckets.of(context, slots, platform)),
         "memory": {
             "context": context,
-            "slots": args.slots,
+            "slots": slots,
             "kv_dtype": args.kv_dtype,
-            "weights_bytes": sum(tensor.device_bytes for tensor in tensors),
+            "weights_bytes": weights,
             "state_bytes": state,
-            "total_bytes": sum(tensor.device_bytes for tensor in tensors) + state,
+            "total_bytes": weights + state,
+            "free_bytes": free,
+            "slot_fixed_bytes": cost.fixed,
+            "slot_token_bytes": cost.token,
+            "plan": plan(cost, contexts, free, platform),
         },
     }
     if args.tensors:
@@ -190,6 +204,16 @@ def text(report: dict) -> str:
         "compiled sizes: "
         + "; ".join(
             f"{SIZES[name]} {', '.join(map(str, sizes))}" for name, sizes in report["buckets"].items()
+        ),
+        "",
+        f"a slot takes {mib(memory['slot_fixed_bytes'])} and {memory['slot_token_bytes'] / 1024:,.1f} KiB "
+        f"for each token of its context; {mib(max(0, memory['free_bytes']))} are free beside the weights:",
+        columns(
+            ("context", "a slot", "slots that fit", "auto"),
+            [
+                (f"{row['context']:,}", mib(row["slot_bytes"]), row["slots_that_fit"], row["slots_auto"])
+                for row in memory["plan"]
+            ],
         ),
     ]
     if "tensors" in report:

@@ -41,13 +41,15 @@ class TextStream:
 
     def _advance(self, new: str) -> str:
         """The part of the text that `new` makes certain; what may begin a stop string becomes `_held`."""
+        if not self._searches:
+            return new
         seen = self._held + new
         for end, character in enumerate(new, len(self._held) + 1):
             completed = [len(search.text) for search in self._searches if search.step(character)]
             if completed:
                 self.stopped, self._held = True, ""
                 return seen[: end - max(completed)]
-        certain = len(seen) - max((search.length for search in self._searches), default=0)
+        certain = len(seen) - max(search.length for search in self._searches)
         self._held = seen[certain:]
         return seen[:certain]
 
