@@ -1,6 +1,7 @@
 """How fast the device moves memory: what decode's speed is measured against.
 
-Decode reads every weight once per token, so its bytes per second over this figure say what is left to gain.
+Decode reads every weight once per token, so its bytes per second over the copy rate say what is left to gain.
+What a restored prefix costs is measured against the rate from the host to the device.
 """
 
 import functools
@@ -8,9 +9,12 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 ACCELERATOR_BYTES = 2**30  # far above any cache, half a millisecond on a fast GPU
 CPU_BYTES = 2**26
+UPLOAD_BYTES = 2**28
 REPEATS, PASSES = 3, 8
 
 
@@ -32,6 +36,20 @@ def measured_copy_bandwidth(device: jax.Device) -> float:
         x.block_until_ready()
         best = min(best, time.perf_counter() - begin)
     return 2 * nbytes * PASSES / best
+
+
+def measured_upload_bandwidth(device: jax.Device) -> float | None:
+    """Bytes per second from pinned host memory to `device`, the best of a few. None: that is the host."""
+    if device.platform == "cpu":
+        return None
+    pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
+    source = jax.device_put(np.zeros(UPLOAD_BYTES, np.uint8), pinned).block_until_ready()
+    best = float("inf")
+    for _ in range(PASSES):
+        begin = time.perf_counter()
+        jax.device_put(source, SingleDeviceSharding(device)).block_until_ready()
+        best = min(best, time.perf_counter() - begin)
+    return UPLOAD_BYTES / best
 
 
 def _fitting(device: jax.Device) -> int:

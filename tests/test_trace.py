@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jaxserve
 from jaxserve import bandwidth, trace
 from jaxserve.errors import JaxserveError
-from jaxserve.trace import Event, kind_of, kinds_from_hlo, summarise
+from jaxserve.trace import Call, Event, Kinds, kind_of, kinds_from_hlo, summarise
+from tests.engines import scripted
 
 GPU, HOST, STREAM = "/device:GPU:0", "/host:CPU", "Stream #13(Compute,MemcpyD2D)"
 STEP_NS = 1_000_000  # one step a millisecond
@@ -130,17 +132,20 @@ def test_gaps_within_and_between_steps_are_what_the_device_did_not_use():
     assert report.totals.gap_ms == pytest.approx(2.95 - 1.4 - 0.9)  # last end, first start, busy
 
 
-def test_memory_copies_on_a_stream_are_no_kernels():
-    copy = kernel("MemcpyD2H", 1.96 * STEP_NS, 1_000, 1600)
+@pytest.mark.parametrize("name", ["MemcpyD2H", "memcpy32_post", "Memset 0"])
+def test_memory_copies_on_the_device_are_no_kernels(name):
+    copy = kernel(name, 1.96 * STEP_NS, 1_000, 1600)
     report = summarise([*gpu_trace(steps=2), copy])
-    assert report.totals.kernels == 3
+    assert (report.totals.kernels, report.totals.device_copies) == (3, 1)
+    assert {row["kind"] for row in report.layers} == {"in graph", "copies"}
     assert report.totals.busy_ms == pytest.approx(0.451)
 
 
 def test_kernels_without_names_are_reported_as_hidden_in_the_graph():
     report = summarise(gpu_trace())
     assert [row["kind"] for row in report.layers] == ["in graph"]
-    assert "--named" in report.note and "--named" in report.table()
+    assert report.hides_names and report.hidden_share == 1
+    assert "100%" in report.note and report.note in report.table()
 
 
 def test_kernels_are_put_to_the_layer_their_scope_names():
@@ -155,13 +160,110 @@ def test_kernels_are_put_to_the_layer_their_scope_names():
         ("mlp", pytest.approx(1 / 3)),
         ("unnamed", pytest.approx(1 / 6)),
     ]
-    assert report.note == ""
+    assert report.note == "" and not report.hides_names  # there is no graph
+
+
+def kernels_of_kinds(report):
+    return {row["kind"]: row["kernels_per_step"] for row in report.layers}
 
 
 def test_kernels_in_a_graph_are_named_after_the_compiled_text():
-    report = summarise(gpu_trace(), {"fusion_0": "attention", "fusion_1": "mlp", "fusion_2": "mlp"})
-    assert {row["kind"]: row["kernels_per_step"] for row in report.layers} == {"mlp": 2, "attention": 1}
-    assert report.note == ""
+    kinds = Kinds({"fusion_0": "attention", "fusion_1": "mlp", "fusion_2": "mlp"})
+    report = summarise(gpu_trace(), {"decode": kinds})
+    assert kernels_of_kinds(report) == {"mlp": 2, "attention": 1}
+    assert report.note == "" and not report.hides_names
+
+
+def hand_written(order=(0, 1, 2, 3)):
+    """Two steps: a fusion, then four runs of one kernel, listed in another order than they ran in."""
+    events = gpu_trace(steps=2, kernels=1)
+    at = STEP_NS + 600_000
+    runs = [kernel("mosaic_matmul", at + 10_000 * i, 5_000 * (1 + i), 1000, cuda_graph_id=7) for i in order]
+    return events + runs
+
+
+def test_kernels_written_by_hand_are_known_by_their_place_in_the_program():
+    calls = [Call("", kind) for kind in ("attention", "attention", "mlp", "lm_head")]
+    report = summarise(hand_written(order=(3, 1, 0, 2)), {"decode": Kinds({"fusion_0": "norm"}, calls)})
+    assert {row["kind"]: row["ms_per_step"] for row in report.layers} == {
+        "norm": pytest.approx(0.15),
+        "lm_head": pytest.approx(0.02),
+        "mlp": pytest.approx(0.015),
+        "attention": pytest.approx(0.015),  # 5 and 10 µs
+    }
+
+
+def test_kernels_written_by_hand_are_known_by_the_name_of_their_call():
+    names = ["decode_q4_k_8x8_b1_main", "gemm_sm90", "decode_q4_k_8x8_b16", "gemm_sm90", "decode_q4_k_8x8_b1"]
+    calls = [
+        Call("decode_q4_k_8x8_b1", "mlp"),
+        Call("", "attention"),
+        Call("decode_q4_k_8x8_b16", "lm_head"),
+        Call("", "delta"),
+    ]
+    assert Kinds({}, calls).of_calls(names) == ["mlp", "attention", "lm_head", "delta", "mlp"]
+
+
+def test_calls_of_one_name_in_two_kinds_are_told_apart_by_their_place():
+    calls = [Call("wide", "attention"), Call("norm_2", "norm"), Call("wide", "mlp")]
+    assert Kinds({}, calls).of_calls(["wide_x", "wide_x", "norm_2"]) == ["attention", "mlp", "norm"]
+    assert Kinds({}, calls).of_calls(["wide_x", "wide_x", "wide_x"]) == [None] * 3
+
+
+def test_kernels_written_by_hand_that_cannot_be_placed_are_known_by_a_layer_kind_in_their_name():
+    events = hand_written()
+    names = [f"decode_{kind}_12_2_b1" for kind in ("attention", "delta", "q4_k")]
+    events += [kernel(name, STEP_NS + 700_000, 1_000, 1000, cuda_graph_id=7) for name in names]
+    calls = [Call("", "attention"), Call("", "mlp")]
+    report = summarise(events, {"decode": Kinds({"fusion_0": "norm"}, calls)})
+    assert kernels_of_kinds(report) == {"norm": 1, "attention": 1, "delta": 1, "in graph": 5}
+
+
+def test_a_kernel_launched_beside_the_graph_takes_nobody_s_place():
+    peek = kernel("wrapped_concatenate", STEP_NS + 650_000, 1_000, 1000)
+    calls = [Call("", kind) for kind in ("attention", "attention", "mlp", "lm_head")]
+    report = summarise([*hand_written(), peek], {"decode": Kinds({"fusion_0": "norm"}, calls)})
+    assert kernels_of_kinds(report) == {"norm": 1, "attention": 2, "mlp": 1, "lm_head": 1, "unnamed": 1}
+
+
+def test_each_prefill_chunk_has_the_work_that_it_launched_however_late():
+    events = [mark("prefill", 0), mark("prefill", 200_000), *decode_step(0, STEP_NS)]
+    for number, (launched, ran) in enumerate([(150_000, 300_000), (STEP_NS + 5_000, 800_000)]):
+        events.append(program("prefill", launched, 4_000))
+        events.append(host("cuGraphLaunch", launched + 1_000, correlation_id=number))
+        events.append(kernel("gemm", ran, 100_000 * (1 + number), number, tf_op="jit(prefill)/mlp/dot"))
+    report = summarise(events)
+    chunks = report.prefill.each_step
+    assert [one.graph_launches for one in chunks] == [1, 1]
+    assert [one.busy_ms for one in chunks] == [pytest.approx(0.1), pytest.approx(0.2)]
+    assert report.prefill.layers[0]["kind"] == "mlp" and report.prefill.layers[0]["kernels_per_step"] == 1
+    assert report.totals.graph_launches == 1
+    assert "prefill: 2 chunk(s)" in report.table()
+
+
+def test_traffic_gives_each_layer_kind_its_speed_and_the_step_its_share_of_the_copy_rate():
+    kinds = Kinds({"fusion_0": "attention", "fusion_1": "mlp", "fusion_2": "mlp"})
+    report = summarise(gpu_trace(), {"decode": kinds})
+    report.add_traffic({"attention": 150e3, "mlp": 150e3}, bytes_per_second=2e9)
+    rows = {row["kind"]: row for row in report.layers}
+    assert rows["attention"]["gb_per_s"] == pytest.approx(1)  # 150 kB in 150 µs
+    assert rows["attention"]["percent_of_copy"] == pytest.approx(50)
+    assert rows["mlp"]["gb_per_s"] == pytest.approx(0.5)
+    assert rows["busy"]["percent_of_copy"] == pytest.approx(100 / 3)  # 300 kB in 450 µs
+    assert "percent of copy" in report.table() and "MB" not in report.table()
+
+
+def test_a_layer_kind_that_moves_nothing_has_no_speed():
+    report = summarise(gpu_trace())
+    report.add_traffic({}, bytes_per_second=2e9)
+    assert [row["gb_per_s"] for row in report.layers] == [None, None]
+
+
+def test_host_marks_are_counted_over_the_whole_trace_as_well():
+    events = [host("EvictCommandBuffers", 0.5 * STEP_NS), *gpu_trace(steps=3)]
+    report = summarise(events)
+    assert (report.whole["evictions"], report.totals.evictions) == (1, 0)
+    assert (report.whole["graph_launches"], report.whole["records"]) == (4, 1)
 
 
 def test_only_the_ten_most_expensive_kernels_are_listed_dearest_first():
@@ -207,7 +309,7 @@ def test_a_scope_is_the_innermost_known_name_of_a_path():
     assert kind_of("") is None
 
 
-def test_a_fusion_takes_the_scope_of_what_it_fused_and_an_ambiguous_name_takes_none():
+def test_a_fusion_takes_the_scope_of_what_it_fused():
     text = """HloModule jit_decode
 
 %inner (p: f32[4]) -> f32[4] {
@@ -219,8 +321,30 @@ ENTRY %main (s: f32[4]) -> f32[4] {
   ROOT %dot.1 = f32[4]{0} fusion(%s), calls=%other, metadata={op_name="jit(decode)/attention/dot"}
 }
 """
-    assert kinds_from_hlo([text]) == {"sin_0": "mlp", "loop_fusion_3": "mlp", "dot_1": "attention"}
-    assert "dot_1" not in kinds_from_hlo([text, text.replace("attention", "delta")])
+    assert kinds_from_hlo(text).by_name == {"sin_0": "mlp", "loop_fusion_3": "mlp", "dot_1": "attention"}
+
+
+def test_calls_of_kernels_written_by_hand_are_listed_in_the_order_they_run():
+    text = """HloModule jit_decode
+
+%dynamic-slice-fusion (p: f32[4]) -> f32[4] {
+  ROOT %run.9 = f32[4]{0} custom-call(%p), metadata={op_name="jit(decode)/mlp/jit(f)/decode_q4_k_8x8_b1/run"}
+}
+
+ENTRY %main (s: f32[4]) -> f32[4] {
+  %run.7 = f32[4]{0} custom-call(%s), metadata={op_name="jit(decode)/attention/qkv/jit(f)/attend/run"}
+  %loop_fusion = f32[4]{0} fusion(%s), calls=%inner, metadata={op_name="jit(decode)/norm/mul"}
+  %dynamic_slice_fusion.1 = f32[4]{0} fusion(%s), kind=kCustom, calls=%dynamic-slice-fusion
+  ROOT %gemm.1 = f32[4]{0} custom-call(%s), metadata={op_name="jit(decode)/lm_head/dot_general"}
+}
+"""
+    kinds = kinds_from_hlo(text)
+    assert kinds.by_name["loop_fusion"] == "norm" and "dynamic_slice_fusion_1" not in kinds.by_name
+    assert list(kinds.calls) == [
+        Call("attend", "attention"),
+        Call("decode_q4_k_8x8_b1", "mlp"),
+        Call("", "lm_head"),
+    ]
 
 
 # ---- a real trace
@@ -245,7 +369,7 @@ def _run(steps):
 def test_a_real_trace_reports_every_step_and_its_layers(tmp_path):
     _run(1)
     compiled = _decode.lower(jnp.zeros((64, 64))).compile().as_text()
-    with trace.record(tmp_path, lambda: [compiled]) as report:
+    with trace.record(tmp_path, lambda: {"decode": compiled}) as report:
         _run(20)
     assert (report.steps, report.steady_steps) == (20, 19)
     assert report.per_step.kernels > 0 and report.totals.busy_ms > 0
@@ -292,3 +416,26 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(tmp_pat
 def test_copy_bandwidth_is_that_of_memory():
     found = bandwidth.measured_copy_bandwidth(jax.devices()[0])
     assert 1e9 < found < 2e13  # between an old laptop and twice the fastest GPU
+
+
+def test_programs_without_graphs_stand_in_for_those_that_ran_last_inside_the_block_only():
+    engine = scripted(slots=2, context=128, reuse=False)
+    params = jaxserve.SamplingParams(max_tokens=5, ignore_eos=True)
+    before = engine.generate([1, 2, 3], params).tokens
+    runner = engine._runner
+    programs, last = dict(runner.programs), set(runner.last_programs.values())
+    assert {name[0] for name in last} == {"decode", "prefill"}
+    with trace.graphs_off(runner):
+        replaced = {name for name in programs if runner.programs[name] is not programs[name]}
+        assert engine.generate([1, 2, 3], params).tokens == before
+    assert replaced == last
+    assert runner.programs == programs
+
+
+def test_the_texts_of_an_engine_name_the_layers_of_both_phases():
+    engine = scripted(slots=2, context=128, reuse=False)
+    engine.generate([1, 2, 3])
+    texts = engine._runner.program_texts()
+    assert set(texts) == {"decode", "prefill"}
+    for text in texts.values():
+        assert {"attention", "mlp", "lm_head", "sampling"} <= set(kinds_from_hlo(text).by_name.values())

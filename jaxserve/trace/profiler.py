@@ -3,25 +3,28 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jax
 from jax.profiler import ProfileData
 
 from jaxserve.errors import JaxserveError
-from jaxserve.trace.report import Event, TraceReport, summarise
+from jaxserve.trace.events import Event
+from jaxserve.trace.report import TraceReport
 from jaxserve.trace.scopes import kinds_from_hlo
+from jaxserve.trace.summary import summarise
 
 
 @contextlib.contextmanager
 def record(
-    directory: str | os.PathLike, hlo: Callable[[], Iterable[str]] | None = None
+    directory: str | os.PathLike, hlo: Callable[[], Mapping[str, str]] | None = None
 ) -> Iterator[TraceReport]:
     """Traces what runs inside; the yielded report is filled when the block ends.
 
-    `hlo` returns the compiled texts of the programs that ran: with them, kernels inside a graph get a layer
-    kind. An exception inside the block ends the trace, keeps its file and leaves the report empty.
+    `hlo` returns the compiled text of the program that ran in each phase ("decode", "prefill"): with it,
+    kernels inside a graph get a layer kind. An exception inside the block ends the trace, keeps its file and
+    leaves the report empty.
     """
     folder = writable_folder(directory)
     options = jax.profiler.ProfileOptions()
@@ -39,7 +42,8 @@ def record(
         jax.profiler.stop_trace()
     path = newest_trace(folder)
     events = read_events(path)
-    vars(report).update(vars(summarise(events, kinds_from_hlo(hlo()) if hlo else {})))
+    kinds = {phase: kinds_from_hlo(text) for phase, text in hlo().items()} if hlo else {}
+    vars(report).update(vars(summarise(events, kinds)))
     report.path = str(path)
 
 

@@ -1,8 +1,10 @@
 """Which part of the model an operation belongs to, from the names that `jax.named_scope` leaves behind."""
 
+import dataclasses
 import re
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 LAYER_KINDS = ("embed", "attention", "delta", "mlp", "moe", "norm", "lm_head", "sampling")
 
@@ -10,7 +12,37 @@ _WRAPPED = re.compile(r"^\w+\((.*)\)$")  # vmap(attention) -> attention
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
-_CALLS = re.compile(r"calls=%?([\w.\-]+)")
+_CALLED = re.compile(r"calls=%?([\w.\-]+)")
+_CUSTOM_CALL = " custom-call("
+
+
+class Call(NamedTuple):
+    """A kernel that XLA did not generate: one written by hand, or a library's."""
+
+    name: str  # as the kernel's own name begins, where it was given one
+    kind: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Kinds:
+    """Layer kinds of a program's kernels."""
+
+    by_name: Mapping[str, str] = dataclasses.field(default_factory=dict)  # kernel name → layer kind
+    calls: Sequence[Call] = ()  # in the order they run
+
+    def of_calls(self, names: Sequence[str]) -> list[str | None]:
+        """Layer kinds of the kernels of one step that no instruction is named after, in the order they ran.
+
+        By the name of the call; where calls of that name, or without one, have several kinds, by the kernel's
+        place among them; else by a layer kind in its name ("decode_attention_12_2"), or None.
+        """
+        given = {call.name for call in self.calls if call.name}
+        named = [max((name for name in given if _begins(each, name)), key=len, default="") for each in names]
+        calls: dict[str, list[str | None]] = {name: [] for name in ("", *named)}
+        for call in self.calls:
+            calls[call.name if call.name in calls else ""].append(call.kind)
+        kinds = {name: iter(_spread(calls[name], named.count(name))) for name in calls}
+        return [next(kinds[name]) or _kind_in(each) for name, each in zip(named, names, strict=True)]
 
 
 def kind_of(op_name: str) -> str | None:
@@ -23,38 +55,61 @@ def kind_of(op_name: str) -> str | None:
     return None
 
 
-def kinds_from_hlo(texts: Iterable[str]) -> dict[str, str]:
-    """{kernel name: layer kind} from compiled HLO texts (`compiled.as_text()`).
-
-    Kernels are named after their HLO instruction, also in a graph, where no scope survives. A fusion whose
-    own metadata names no scope takes the most common one of what it fused. A name that means two kinds in
-    two programs is left out.
-    """
-    kinds: dict[str, set[str]] = {}
-    for text in texts:
-        for name, kind in _instructions(text):
-            kinds.setdefault(kernel_name(name), set()).add(kind)
-    return {name: next(iter(found)) for name, found in kinds.items() if len(found) == 1}
-
-
 def kernel_name(instruction: str) -> str:
     """XLA writes the kernel of "loop_fusion.3" as "loop_fusion_3"."""
     return instruction.replace(".", "_").replace("-", "_")
 
 
-def _instructions(text: str) -> list[tuple[str, str]]:
-    inside: dict[str, Counter] = {}  # computation -> kinds of its instructions
-    found, callers = [], []
-    computation = ""
+def kinds_from_hlo(text: str) -> Kinds:
+    """Layer kinds from a program's compiled HLO (`compiled.as_text()`).
+
+    Kernels are named after their HLO instruction, also in a graph, where no scope survives. A fusion whose
+    own metadata names no scope takes the most common one of what it fused. Kernels that XLA did not generate
+    have names of their own: those of the entry computation, which is in the order of execution, are listed as
+    calls. XLA wraps some of them into a fusion that slices their operands.
+    """
+    inside: dict[str, Counter] = defaultdict(Counter)  # computation -> kinds of its instructions
+    wrapped: dict[str, str] = {}  # computation -> path of the custom call in it
+    found, callers, calls = [], [], []
+    computation, is_entry = "", False
     for line in text.splitlines():
         if match := _COMPUTATION.match(line):
-            computation = match[1]
+            computation, is_entry = match[1], line.startswith("ENTRY")
         elif match := _INSTRUCTION.match(line):
-            op_name, calls = _OP_NAME.search(line), _CALLS.search(line)
-            if kind := kind_of(op_name[1]) if op_name else None:
-                inside.setdefault(computation, Counter())[kind] += 1
+            scope, called = _OP_NAME.search(line), _CALLED.search(line)
+            path = scope[1] if scope else ""
+            kind = kind_of(path)
+            is_call = _CUSTOM_CALL in line
+            if is_call and not is_entry:
+                wrapped[computation] = path
+            if is_entry and (is_call or (called and called[1] in wrapped)):
+                path = path if is_call else wrapped[called[1]]
+                calls.append(Call(_call_name(path), kind_of(path)))
+            elif kind:
+                inside[computation][kind] += 1
                 found.append((match[1], kind))
-            elif calls:
-                callers.append((match[1], calls[1]))
-    found += [(name, inside[called].most_common(1)[0][0]) for name, called in callers if called in inside]
-    return found
+            elif called:
+                callers.append((match[1], called[1]))
+    found += [(name, inside[called].most_common(1)[0][0]) for name, called in callers if inside[called]]
+    return Kinds({kernel_name(name): kind for name, kind in found}, calls)
+
+
+def _call_name(path: str) -> str:
+    """ "jit(decode)/mlp/decode_q4_k/mpmd_map" -> "decode_q4_k": the scope a kernel written by hand opens."""
+    parts = path.split("/")
+    return parts[-2] if len(parts) > 1 and kind_of(parts[-2]) is None and "(" not in parts[-2] else ""
+
+
+def _spread(kinds: list[str | None], count: int) -> list[str | None]:
+    """One kind for all kernels, or one for each; None for each where their number does not fit."""
+    if len(set(kinds)) == 1:
+        return kinds[:1] * count
+    return kinds if len(kinds) == count else [None] * count
+
+
+def _begins(kernel: str, name: str) -> bool:
+    return bool(name) and (kernel == name or kernel.startswith(f"{name}_"))
+
+
+def _kind_in(kernel: str) -> str | None:
+    return next((kind for kind in LAYER_KINDS if kind in kernel.split("_")), None)
