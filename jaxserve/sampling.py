@@ -19,6 +19,7 @@ WHOLE_CONTEXT = 2**31 - 1  # tokens; the window of repeat_last_n = -1
 RADIX_BITS = 4  # of a threshold settled per pass; 8 passes, each one reduction over the vocabulary
 SUM_BLOCK = 256  # tokens; masses are summed in two stages: rounding grows with V/256 + 256 instead of V
 LOWEST_KEY = -(2**31)
+SEGMENT = 1024
 FLOAT32 = np.finfo(np.float32)
 REALS = ("temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
 
@@ -192,10 +193,27 @@ def log_probabilities(logits: jax.Array, token: jax.Array) -> tuple[jax.Array, j
     """
     logits = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     own = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
-    # XLA has a kernel that a graph can hold for k ≤ 16 (and V ≥ 1024); anything larger becomes a sort
-    values, ids = jax.lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[-1]))
+    values, ids = _largest(logits)
     padding = [(0, 0)] * (logits.ndim - 1) + [(0, MAX_LOGPROBS - ids.shape[-1])]
     return own, jnp.pad(ids, padding, constant_values=-1), jnp.pad(values, padding, constant_values=-jnp.inf)
+
+
+def _largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The 16 largest of each row, or all, and where they are: descending, ties in order.
+
+    XLA has a kernel that a graph can hold for k ≤ 16 of at least 1,024; anything else becomes a sort. It
+    gives a row to one block, which takes 0.3 ms for 150,000 entries on an H200: long rows go through it in
+    segments.
+    """
+    size = x.shape[-1]
+    if size < SEGMENT * SEGMENT // MAX_LOGPROBS:
+        return jax.lax.top_k(x, min(MAX_LOGPROBS, size))
+    segments = jnp.pad(x, ((0, 0), (0, -size % SEGMENT)), constant_values=-jnp.inf).reshape(-1, SEGMENT)
+    values, ids = jax.lax.top_k(segments, MAX_LOGPROBS)
+    first = jnp.arange(len(segments))[:, None] * SEGMENT % (-(-size // SEGMENT) * SEGMENT)
+    values, ids = (part.reshape(x.shape[0], -1) for part in (values, ids + first))
+    values, chosen = jax.lax.top_k(values, MAX_LOGPROBS)
+    return values, jnp.take_along_axis(ids, chosen, axis=-1)
 
 
 def is_stop(options: Options, token: jax.Array) -> jax.Array:

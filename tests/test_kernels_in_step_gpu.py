@@ -57,4 +57,4 @@ def test_logits_agree_with_the_plain_form(preset, tmp_path, monkeypatch):
     drawn = np.array([step.logprob for step in done.logprobs])
     distance = np.abs(drawn - forced[np.arange(STEPS), done.tokens]).mean()
     print(f"{preset}: KL to the plain form {divergence:.1e}, decode to prefill {distance:.1e}")
-    assert divergence < 2e-3 and distance < 0.1
+    assert divergence < 5e-3 and distance < 0.1

@@ -446,6 +446,20 @@ def test_log_probabilities_are_of_the_raw_logits():
     np.testing.assert_allclose(values, np.take_along_axis(expected, np.asarray(ids), -1), rtol=1e-6)
 
 
+@pytest.mark.parametrize("vocab", [65_536, 70_001])
+def test_the_likeliest_of_a_large_vocabulary_are_found_in_order(vocab):
+    rng = np.random.default_rng(0)
+    logits = rng.integers(0, 3000, (3, vocab)).astype(np.float32)  # ties within segments and across them
+    logits[1] = -np.inf
+    logits[1, [5, 70_000 % vocab]] = 1.0
+    _, ids, values = sampling.log_probabilities(jnp.asarray(logits), jnp.array([0, 5, 0]))
+    want = np.argsort(-logits, axis=-1, kind="stable")[:, :16]
+    np.testing.assert_array_equal(ids[0], want[0])
+    np.testing.assert_array_equal(ids[2], want[2])
+    np.testing.assert_array_equal(ids[1, :2], want[1, :2])
+    assert (np.diff(values[0]) <= 0).all()
+
+
 def test_log_probabilities_of_a_tiny_vocabulary_are_padded():
     own, ids, values = sampling.log_probabilities(jnp.zeros((1, 4)), jnp.array([2]))
     np.testing.assert_allclose(own, [-np.log(4)], rtol=1e-6)
