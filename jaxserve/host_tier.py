@@ -21,7 +21,7 @@ from jaxserve.saved import Entry
 from jaxserve.snapshot import BLOCK_TOKENS, End, Recurrent, snapshot_nbytes
 
 PIN_BYTES = 2**28  # pinned at a time when the budget is reserved
-STAGED_BLOCKS = 8  # blocks on their way to the device at a time: they take device memory beside the state
+STAGED_BLOCKS = 4  # that travel to the device in one call; two such calls take device memory beside the state
 
 
 class Rows(Protocol):
@@ -78,22 +78,20 @@ class HostTier:
         staged = deque()
         try:
             is_missing = keep < match.length and self.index.block_bytes
-            for start in range(keep - keep % BLOCK_TOKENS, match.length if is_missing else 0, BLOCK_TOKENS):
-                if len(staged) == STAGED_BLOCKS:
+            first, last = keep // BLOCK_TOKENS, len(match.nodes) if is_missing else 0
+            for begin in range(first, last, STAGED_BLOCKS):
+                if len(staged) == 2:
                     jax.block_until_ready(staged.popleft())
-                staged.append(self._enter(match.nodes[start // BLOCK_TOKENS].payload))
-                self.restored_bytes += self.index.block_bytes
-                rows.write_block(slot, start, min(BLOCK_TOKENS, match.length - start), staged[-1])
-            end = match.checkpoint
+                nodes = match.nodes[begin : begin + STAGED_BLOCKS]
+                staged.append(self._enter([node.payload for node in nodes]))
+                for number, block in enumerate(staged[-1], begin):
+                    start = number * BLOCK_TOKENS
+                    rows.write_block(slot, start, min(BLOCK_TOKENS, match.length - start), block)
+            recurrent, logits = self._enter(self._end(match))
+            logits = self._no_logits if logits is None else logits
+            rows.write_end(slot, match.tokens, End(recurrent=recurrent, logits=logits))
+            self.restored_bytes += max(0, last - first) * self.index.block_bytes
             self.restored_bytes += self.index.recurrent_bytes + match.full_hit * self.index.logits_bytes
-            rows.write_end(
-                slot,
-                match.tokens,
-                End(
-                    recurrent=self._enter(end.recurrent) if self.index.recurrent_bytes else None,
-                    logits=self._enter(end.logits) if match.full_hit else self._no_logits,
-                ),
-            )
         finally:
             self.index.unpin(match)
 
@@ -158,6 +156,11 @@ class HostTier:
         held = {"bytes": index.nbytes, "entries": len(index)}
         counts = {"evictions": index.evictions, "skipped": index.skipped}
         return held | counts | {"restored_bytes": self.restored_bytes}
+
+    def _end(self, match: Match) -> tuple[Recurrent | None, jax.Array | None]:
+        """What is to be written at the end of a match."""
+        end = match.checkpoint
+        return end.recurrent if self.index.recurrent_bytes else None, end.logits if match.full_hit else None
 
     def _take(self, match: Match, place: Callable) -> None:
         end = match.checkpoint

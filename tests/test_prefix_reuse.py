@@ -1,49 +1,22 @@
 """Prompts through the engine: the route each takes, what is computed, and answers as without any reuse."""
 
-import functools
 import itertools
 import threading
 
 import jax
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import jaxserve
 from jaxserve import EngineError, SamplingParams
-from jaxserve.state import nbytes
+from jaxserve.reuse import CHECKPOINT_TOKENS
+from jaxserve.state import IDLE, nbytes
 from tests.engines import END, SCRIPT, scripted
 from tests.oracle import tiny_path
+from tests.prefixes import GREEDY, MODELS, chat_engine, checked, cold, engine, ids, passes
 from tests.test_compilation import Compilations
 
-MODELS = {"attention": "llama-f32", "sliding window": "gemma3-bf16", "hybrid": "qwen35-mtp-bf16"}
-CONTEXT = 320
-EVERY = 64  # tokens between recurrent checkpoints, so that short prompts have some
-GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
-VOCABULARY = 384
-
 each_model = pytest.mark.parametrize("kind", MODELS)
-
-
-@functools.cache
-def engine(kind: str, *, slots: int = 1, reuse: bool = True) -> jaxserve.Engine:
-    """A shared engine of a tiny model in float32."""
-    tiers = {} if reuse else {"residency": False, "prefix_bytes": 0}
-    shape = {"context": CONTEXT, "slots": slots, "kv_dtype": "float32", "weights": "float32"}
-    loaded = jaxserve.Engine.load(tiny_path(MODELS[kind]), **shape, **tiers)
-    loaded._reuse.every = EVERY
-    return loaded
-
-
-@functools.cache
-def cold(kind: str, prompt: tuple[int, ...], params: SamplingParams = GREEDY) -> list[int]:
-    """What an engine without reuse answers."""
-    return engine(kind, reuse=False).generate(prompt, params).tokens
-
-
-def ids(seed: int, length: int) -> tuple[int, ...]:
-    return tuple(int(i) for i in np.random.default_rng(seed).integers(0, VOCABULARY, length))
 
 
 @pytest.fixture
@@ -61,22 +34,6 @@ def fresh(monkeypatch):
         return chosen
 
     return make
-
-
-def passes(chosen: jaxserve.Engine) -> tuple[int, int]:
-    stats = chosen.stats()
-    return stats["prefill_chunks"], stats["decode_steps"]
-
-
-def checked(
-    chosen: jaxserve.Engine, kind: str, prompt, params: SamplingParams = GREEDY
-) -> jaxserve.Completion:
-    """Generate, and compare with an engine without reuse."""
-    done = chosen.generate(prompt, params)
-    assert done.tokens == cold(kind, tuple(prompt), params)
-    assert done.timings.prefilled_tokens == done.prompt_tokens - done.cached_tokens
-    assert (done.route == "prefill") == (done.cached_tokens == 0)
-    return done
 
 
 # -- answers do not depend on what came before
@@ -202,10 +159,10 @@ def test_a_prefill_that_fails_half_way_leaves_no_entry_and_the_host_tier_survive
     entries = chosen.stats()["prefix_entries"]
     prefill, calls = chosen._runner.prefill, itertools.count()
 
-    def fail(*arguments):
+    def fail(*arguments, **named):
         if next(calls):
             raise RuntimeError("the device is on fire")
-        return prefill(*arguments)
+        return prefill(*arguments, **named)
 
     with monkeypatch.context() as patch, pytest.raises(EngineError, match="on fire"):
         patch.setattr(chosen._runner, "prefill", fail)
@@ -323,6 +280,28 @@ def test_hybrid_prompts_share_up_to_the_deepest_checkpoint(fresh):
     assert chosen.stats()["checkpoints"] > before["checkpoints"]
 
 
+def test_hybrid_prompts_that_share_800_of_1000_tokens_begin_at_the_deepest_checkpoint():
+    chosen, shared = chat_engine(), ids(61, 800)
+    chosen._reuse.reset()
+    assert chosen.generate(shared + ids(62, 200), GREEDY).route == "prefill"
+    prompt = shared + ids(63, 200)
+    done = chosen.generate(prompt, GREEDY)
+    assert done.tokens == chat_engine(reuse=False).generate(prompt, GREEDY).tokens
+    assert done.cached_tokens == 800 // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS > 0
+    assert done.timings.prefilled_tokens == 1000 - done.cached_tokens
+
+
+def test_twenty_turns_of_a_hybrid_chat_compute_only_the_new_messages():
+    session, reference = chat_engine().session(), chat_engine(reuse=False)
+    params, before, computed = SamplingParams(max_tokens=8, ignore_eos=True), 0, 0
+    for turn in range(20):
+        done = session.send(f"What is {turn} + {turn}?", params)
+        assert done.tokens == reference.chat(session.messages[:-1], params).tokens
+        assert done.timings.prefilled_tokens <= done.prompt_tokens - before
+        before, computed = done.prompt_tokens, computed + done.timings.prefilled_tokens
+    assert computed <= done.prompt_tokens
+
+
 def test_a_conversation_computes_only_its_new_messages(fresh):
     chosen, text = fresh("hybrid"), ids(33, 20)
     for turn in range(9):
@@ -370,6 +349,14 @@ def test_samples_share_one_prefill_and_are_what_their_seeds_give(kind, slots, fr
     if slots == 2:
         assert samples[1].route == "copied"
     assert chosen.stats()["free_slots"] == slots
+
+
+@pytest.mark.parametrize(("kind", "again"), [("attention", 1), ("hybrid", 100)])
+def test_without_a_host_tier_a_sample_that_waits_begins_from_what_its_slot_still_has(kind, again, fresh):
+    chosen, prompt = fresh(kind, budget=0), ids(64, 100)
+    samples = chosen.generate_n(prompt, GREEDY, n=3)
+    assert [sample.timings.prefilled_tokens for sample in samples] == [100, again, again]
+    assert all(sample.tokens == cold(kind, prompt) for sample in samples)
 
 
 def test_samples_work_without_any_reuse():
@@ -436,7 +423,7 @@ def test_a_damaged_or_foreign_state_is_refused_and_changes_nothing(fresh, tmp_pa
     assert chosen.stats()["prefix_entries"] == held
 
 
-# -- the budget, and everything at once
+# -- the budget, and many at once
 
 
 @each_model
@@ -476,6 +463,24 @@ def test_no_route_compiles_anything(kind, fresh):
     assert all(count > before[route] for route, count in chosen.stats()["routes"].items())
 
 
+def test_warming_up_runs_every_program_for_rows_and_leaves_them_idle(fresh, monkeypatch):
+    chosen = fresh("hybrid", slots=2)
+    runner, ran = chosen._runner, []
+
+    def noted(name):
+        program = runner.programs[name]
+        return lambda *arguments: ran.append(name) or program(*arguments)
+
+    with monkeypatch.context() as patch, jax.no_tracing(True):
+        patch.setattr(runner, "programs", {name: noted(name) for name in runner.programs})
+        runner._warm_up_rows()
+        runner.halt(0, 0)
+    kinds = ("resume", "copy_row", "read_block", "read_end", "write_block", "write_end")
+    assert {name for name in runner.programs if name in kinds or name[0] in kinds} == set(ran) - {"halt"}
+    assert (int(runner.state.status[0]), int(runner.state.length[0])) == (IDLE, 0)
+    checked(chosen, "hybrid", ids(65, 70))
+
+
 def test_threads_that_share_prefixes_get_their_own_answers(fresh):
     chosen, base, wrong = fresh("hybrid", slots=2), ids(57, 150), []
     prompts = [base[:cut] + ids(58 + cut, 8) for cut in (10, 64, 100, 128, 149)]
@@ -494,57 +499,3 @@ def test_threads_that_share_prefixes_get_their_own_answers(fresh):
     for thread in threads:
         thread.join(60)
     assert not wrong and not any(thread.is_alive() for thread in threads)
-
-
-steps = st.lists(
-    st.tuples(
-        st.sampled_from(
-            ["generate", "partial", "fork", "refuse", "cancel", "evict", "forget", "save and load"]
-        ),
-        st.integers(0, 2),
-        st.integers(1, 130),
-    ),
-    min_size=3,
-    max_size=10,
-)
-
-
-@each_model
-@given(steps=steps, budget=st.sampled_from([2**40, 400_000, 60_000, 0]))
-@settings(
-    max_examples=12,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-    derandomize=True,
-)
-def test_any_sequence_of_uses_gives_the_answers_of_an_engine_without_reuse(
-    kind, steps, budget, fresh, tmp_path
-):
-    chosen = fresh(kind, slots=2, budget=budget)
-    index = chosen._reuse.tier.index
-    for number, (action, family, length) in enumerate(steps):
-        prompt = ids(900 + family, 130)[:length]
-        if action == "generate":
-            checked(chosen, kind, prompt)
-        elif action == "partial":
-            checked(chosen, kind, prompt + ids(910 + length, 1 + number))
-        elif action == "fork":
-            for sample in chosen.generate_n(prompt, GREEDY, n=3):
-                assert sample.tokens == cold(kind, prompt)
-        elif action == "refuse":
-            chosen.generate(prompt, GREEDY, on_token=lambda token: False)
-        elif action == "cancel":
-            chosen.stream(prompt, GREEDY).close()
-            stream = chosen.stream(prompt, GREEDY)
-            next(stream)
-            stream.close()
-        elif action == "evict":
-            index._make_room(max(0, index.budget - index.nbytes // 2))
-        elif action == "forget":
-            chosen._reuse.reset()
-        else:
-            chosen.save_state(tmp_path / "state")
-            chosen._reuse.tier.clear()
-            chosen.load_state(tmp_path / "state")
-        assert index.nbytes <= index.budget
-    checked(chosen, kind, ids(900, 130))

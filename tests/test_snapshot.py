@@ -11,7 +11,7 @@ from jaxserve.state import RUNNING, STOPPED, abstract_state, init_state, nbytes
 from tests import rows
 from tests.rows import KINDS, VOCABULARY, assert_same, model, on_host, row
 
-SLOTS, CONTEXT = 3, 300  # the second block sticks out of the row
+SLOTS, CONTEXT = 3, 304  # the second block sticks out of the row
 i32 = np.int32
 
 
@@ -100,7 +100,7 @@ def test_a_block_is_zero_past_the_end_of_the_row():
 
 
 @pytest.mark.parametrize(
-    ("start", "count"), [(0, 0), (0, 1), (3, 100), (250, 50), (250, 256), (299, 256), (300, 256)]
+    ("start", "count"), [(0, 0), (0, 1), (3, 100), (250, 50), (250, 256), (303, 256), (304, 256)]
 )
 def test_only_the_counted_positions_of_a_block_are_written(start, count):
     state = random_state(model("attention"))
