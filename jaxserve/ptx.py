@@ -225,19 +225,6 @@ def load_ahead_where(predicate: Register, address: Register, offset: int, count:
     return asm(text, "r" * count, [address, flag], effects=True)
 
 
-def load_fresh(address: Register, offset: int, count: int) -> Registers:
-    """1, 2 or 4 words as other blocks left them before an atomic operation that this thread saw."""
-    return _load("ld.relaxed.gpu.global", address, offset, count, True)
-
-
-def count_up(address: Register, last: Register) -> Register:
-    """Adds 1 to a word of global memory atomically, 0 after `last` → what it was. What this block wrote before
-    is visible to whoever sees it counted.
-    """
-    text = "atom.inc.acq_rel.gpu.global.u32 $0, [$1], $2;"
-    return asm(text, "r", [address, last], effects=True)[0]
-
-
 def load_shared(address: Register, offset: int, count: int) -> Registers:
     """1, 2 or 4 words. It has effects: the copy engine overwrites what it reads."""
     return _load("ld.shared", address, offset, count, True)
@@ -343,14 +330,9 @@ def peer_address(address: Register, block: Register) -> Register:
     return asm("mapa.shared::cluster.u32 $0, $1, $2;", "r", [address, block])[0]
 
 
-def store_peer(address: Register, values: Registers) -> None:
-    """1, 2 or 4 words into the shared memory of a block of the cluster (`peer_address`) that has started."""
-    _store("st.shared::cluster", address, 0, values)
-
-
 def send_peer(address: Register, values: Registers, barrier: Register) -> None:
-    """1, 2 or 4 words into the shared memory of a block that has started, counted by an mbarrier of that block. No
-    fence: a release would wait for every store of this thread.
+    """1, 2 or 4 words into the shared memory of a block that has started, counted by an mbarrier of that
+    block. No fence: a release would wait for every store of this thread.
     """
     count = len(values)
     names = ",".join(f"${i + 1}" for i in range(count))
@@ -500,8 +482,8 @@ def mma(c: Registers, a: Sequence[Register], b: Sequence[Register], of: str = "f
 def mma_tf32(c: Registers, a: Sequence[Register], b: Sequence[Register]) -> Registers:
     """c + a @ b of f32 numbers cut to tf32, f32 out: m16n8k8 (a: 4 registers, b: 2).
 
-    Lane 4g+t holds: of a, row g and row g+8 of column t, then of column t+4; of b, rows t, t+4 of column g; of
-    c, columns 2t, 2t+1 of row g, then of row g+8.
+    Lane 4g+t holds: of a, row g and row g+8 of column t, then of column t+4; of b, rows t, t+4 of column g;
+    of c, columns 2t, 2t+1 of row g, then of row g+8.
     """
     text = "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
     operands = [*(x.as_i32() for x in (*a, *b)), *c]

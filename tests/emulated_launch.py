@@ -1,8 +1,8 @@
-"""A whole launch in numpy, all threads in step: stands in for `jaxserve.ptx`, so that a kernel of several warps
-and blocks runs without a GPU.
+"""A whole launch in numpy, all threads in step: stands in for `jaxserve.ptx`, so that a kernel of several
+warps and blocks runs without a GPU.
 
-A register is an array with an entry a thread. Branches mask stores, loads and what loops carry. Every access is
-checked: inside an array, aligned, and in shared memory ordered by a barrier where two warps meet in a word.
+A register is an array with an entry a thread. Branches mask stores, loads and what loops carry. Every access
+is checked: inside an array, aligned, in shared memory ordered by a barrier where two warps meet in a word.
 """
 
 import contextlib
@@ -86,13 +86,16 @@ class Shared:
 
     def write(self, block, word, warp, value):
         for touched in (self.writer[block, word], self.reader[block, word]):
-            assert ((touched == -1) | (touched == warp)).all(), "write to another warp's word without a barrier"
+            assert ((touched == -1) | (touched == warp)).all(), (
+                "write to another warp's word without a barrier"
+            )
         self.words[block, word], self.writer[block, word] = value, warp
 
 
 class Launch:
-    """What `jaxserve.ptx` offers, for blocks of `warps` warps in clusters. `refs`: numpy arrays in global
-    memory, written in place when the launch is over, then the words of shared memory.
+    """What `jaxserve.ptx` offers, for blocks of `warps` warps in clusters.
+
+    arrays: in global memory, written in place when the launch is over.
     """
 
     def __init__(self, blocks: int, warps: int, cluster: int, arrays, shared_words: int):
@@ -116,6 +119,10 @@ class Launch:
         program(*range(len(self.arrays)), None)
         for array, start in zip(self.arrays, self.starts, strict=True):
             array.reshape(-1).view(np.uint8)[:] = self.memory[start : start + array.nbytes]
+
+    def names(self) -> list[str]:
+        """Of the functions that stand in for those of `jaxserve.ptx`."""
+        return [name for name in dir(self) if not name.startswith("_") and callable(getattr(self, name))]
 
     def _full(self, value, dtype):
         return Register(np.full(self.count, value, dtype))
@@ -176,16 +183,6 @@ class Launch:
         assert (at[self.mask, 0] % (4 * count) == 0).all(), "misaligned"
         words = self.memory[at].view(np.uint32)
         return [Register(words[:, i].copy()) for i in range(count)]
-
-    load_fresh = load_ahead
-
-    def count_up(self, address, last):
-        old = np.zeros(self.count, np.uint32)
-        for thread in np.flatnonzero(self.mask):
-            word = self.memory[int(address.lanes[thread]) :][:4].view(np.uint32)
-            old[thread] = word[0]
-            word[0] = 0 if word[0] >= last.lanes[thread] else word[0] + 1
-        return Register(old)
 
     def store_global(self, address, offset, values):
         at = address.lanes[self.mask].astype(np.int64) + offset

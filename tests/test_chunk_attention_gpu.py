@@ -1,6 +1,5 @@
 """Prefill attention on a GPU's tensor cores against the plain form."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -1,10 +1,10 @@
 """One token of an attention layer in one launch: everything between its projections, on Mosaic GPU (Hopper).
 
-The same as `ops.norm.rms_norm`, `ops.rope.rotate`, `ops.attention.write_tokens`, `attend_tokens` and the output
-gate in turn. The cost follows the length of each row, not the capacity of the cache.
+The same as `ops.norm.rms_norm`, `ops.rope.rotate`, `ops.attention.write_tokens`, `attend_tokens` and the
+output gate in turn. The cost follows the length of each row, not the capacity of the cache.
 
-Products and sums are f32 up to the cache's own rounding. A row has the same bits on every call and whatever its
-neighbours are; their number matters only where `plan` gives a long row fewer blocks.
+Only the cache itself is rounded, products and sums are f32. A row has the same bits on every call and
+whatever its neighbours hold; how many they are decides how many blocks may share a long row.
 """
 
 import functools
@@ -36,6 +36,7 @@ def supported(heads: int, kv_heads: int, dim: int, rotary: int, dtype: str) -> b
         and 64 <= dim <= MAX_DIM
         and rotary % 8 == 0
         and rotary <= dim
+        and (rotary <= 128 or rotary == 256)
         and dtype in DTYPES
     )
 
@@ -103,38 +104,29 @@ def decode_attention(
     # one operand fewer to wait for, and layers share it
     slot = jnp.where(active, rows, slots)
     optional = [x for x in (bias, q_norm, k_norm, *(rope or ())) if x is not None]
-    p = form.plan
-    cells = batch * kv_heads * p.cells
-    updated, out_types = [keys, values], [jax.ShapeDtypeStruct((batch, heads * dim), jnp.float32)]
-    if p.ticketed:
-        updated.append(TICKETS[0])
-        out_types += [jax.ShapeDtypeStruct((cells * p.blocks * form.quads * n,), jnp.float32) for n in (4, 2)]
-    (keys, values, *tickets), (out, *_) = launch(
+    cells, p = batch * kv_heads * form.plan.cells, form.plan
+    (keys, values), (out,) = launch(
         functools.partial(program, form),
-        updated,
+        (keys, values),
         (rank, slot, position, *parts, *optional),
         name=f"decode_attention_{heads}_{kv_heads}_{dim}_b{batch}",
         blocks=cells * p.blocks,
-        warps=form.plan.warps,
-        cluster=p.blocks if p.clustered else 1,
-        out_types=out_types,
+        warps=p.warps,
+        cluster=p.blocks,
+        out_types=[jax.ShapeDtypeStruct((batch, heads * dim), jnp.float32)],
         scratch_types=[plgpu.SMEM((-(-shared(form).end // 1024) * 1024 // 4,), jnp.uint32)],
     )
-    if tickets:
-        TICKETS[0] = tickets[0]
     return keys, values, out
-
-
-TICKETS = [None]
 
 
 def _check(form: Form, parts, bias, q_norm, k_norm, rope, keys, values, rank, rows, position, active):
     heads, kv_heads, dim = form.heads, form.kv_heads, form.dim
     if not supported(heads, kv_heads, dim, form.rotary, form.dtype):
         raise ValueError(
-            f"{heads} heads over {kv_heads} of {dim} columns ({form.rotary} rotary) and a {form.dtype} cache: the "
-            f"attention kernel takes up to {MAX_SHARED} heads a key head, a multiple of 16 from 64 to {MAX_DIM} "
-            f"columns, a multiple of 8 rotary ones, and {' or '.join(DTYPES)}"
+            f"{heads} heads over {kv_heads} of {dim} columns ({form.rotary} rotary), {form.dtype} cache: "
+            f"the attention kernel takes up to {MAX_SHARED} heads a key head, a multiple of 16 from 64 to "
+            f"{MAX_DIM} columns, of which a multiple of 8 up to 128 or all 256 turn, and "
+            f"{' or '.join(DTYPES)}"
         )
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm: both or neither")
@@ -152,14 +144,15 @@ def _check(form: Form, parts, bias, q_norm, k_norm, rope, keys, values, rank, ro
         "active": (active, (batch,), jnp.bool_),
     }
     wanted |= {f"parts[{i}]": (p, (batch, p.shape[-1]), jnp.float32) for i, p in enumerate(parts)}
-    wanted |= {f"rope[{i}]": (x, (batch, 1, 1, form.rotary // 2), jnp.float32) for i, x in enumerate(rope or ())}
+    angles = (batch, 1, 1, form.rotary // 2)
+    wanted |= {f"rope[{i}]": (x, angles, jnp.float32) for i, x in enumerate(rope or ())}
     for name, (array, shape, dtype) in wanted.items():
         if array is not None and (array.shape != shape or array.dtype != dtype):
             raise ValueError(f"{name} is {array.dtype}{array.shape}, expected {jnp.dtype(dtype)}{shape}")
     if sum(form.widths) != columns or any(form.place(name) is None for name in form.columns):
         raise ValueError(
-            f"parts of {form.widths} columns: expected {form.columns['q'][1]} of q, then {form.columns['k'][1]} "
-            "each of k and v, none of them in two parts"
+            f"parts of {form.widths} columns: expected {form.columns['q'][1]} of q, then "
+            f"{form.columns['k'][1]} each of k and v, none of them in two parts"
         )
 
 

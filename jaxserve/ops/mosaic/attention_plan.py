@@ -8,23 +8,26 @@ cell; how many of its blocks work follows from the row's own length, the others 
 import dataclasses
 from typing import NamedTuple
 
-from jaxserve.ops.mosaic.attention_tile import HEADS, KEYS, STEP_BYTES, sum_stride
+from jaxserve.ops.mosaic.attention_tile import HEADS, KEYS, STEP_BYTES
 
-MIN_TILES = 8  # of a block before another joins it
-CELLS_BY_CLUSTER = ((16, 32), (8, 128), (4, None))  # with more cells, blocks that only leave would cost more
+WARPS = 8  # of a block: a tile of 256 columns takes all registers of a thread
+MIN_TILES = 4  # of a block before another joins it
+# Blocks a cell may have, by cells: more would come in several waves, and even those that leave at once cost.
+BLOCKS_BY_CELLS = ((4, 16), (8, 8), (32, 4), (None, 2))
+ITEM_BYTES = 16  # of a share: two columns of two heads
+STATS_BYTES = HEADS * 8  # of a block's share: each head's largest score and sum of weights
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    blocks: int  # that share a cell at most, a power of two
-    clustered: bool
+    blocks: int  # that share a cell at most, a power of two: a cluster
     warps: int  # of a block, a power of two
     group: int  # query heads of a cell
     cells: int  # of a key head; the last one's surplus heads repeat its last
 
     @property
-    def ticketed(self) -> bool:
-        return self.blocks > 1 and not self.clustered
+    def is_cluster(self) -> bool:
+        return self.blocks > 1
 
 
 def plan(batch: int, heads: int, kv_heads: int, capacity: int) -> Plan:
@@ -32,9 +35,9 @@ def plan(batch: int, heads: int, kv_heads: int, capacity: int) -> Plan:
     shared = heads // kv_heads
     cells = -(-shared // HEADS)
     total = batch * kv_heads * cells
-    most = next(cluster for cluster, limit in CELLS_BY_CLUSTER if limit is None or total <= limit)
-    most = 1 << doublings(-(-capacity // KEYS), most)
-    return Plan(blocks=most, clustered=most > 1, warps=8, group=-(-shared // cells), cells=cells)
+    most = next(blocks for limit, blocks in BLOCKS_BY_CELLS if limit is None or total <= limit)
+    blocks = 1 << doublings(-(-capacity // KEYS), most)
+    return Plan(blocks, WARPS, -(-shared // cells), cells)
 
 
 def doublings(tiles: int, cluster: int) -> int:
@@ -102,42 +105,39 @@ class Form:
         return 32 * self.plan.warps
 
     @property
-    def quads(self) -> int:
-        """Four columns of a head's output, of a cell."""
-        return self.plan.group * self.dim // 4
+    def items(self) -> int:
+        """Of a share: lanes × pairs of columns a lane."""
+        return 2 * self.dim
 
 
 class Shared(NamedTuple):
     """Byte offsets in a block's shared memory, 16-byte aligned."""
 
-    sums: int  # f32 [warps][8][dim + 4]: a warp's weighted values; before that, rows of vectors being turned
-    tops: int  # f32 [8][warps]: their largest scores
-    totals: int  # f32 [8][warps]: their sums of weights
+    sums: int  # f32 [warps][items][4]
+    tops: int  # f32 [8][warps]: largest scores
+    totals: int  # f32 [8][warps]: sums of weights
     queries: int  # operands of mma
     token: int  # the new key and value, in the cache's type
     gates: int  # f32 [group][dim]
-    peer_sums: int  # f32 [quads + cluster][4]: shares of other blocks
-    peer_stats: int  # f32 [quads + cluster][2]
-    arrived: int  # mbarrier: their shares are here
-    ticket: int
+    peer_sums: int  # f32 [blocks][items of this block + 1][4]: the one more spreads the banks
+    peer_stats: int  # f32 [blocks][8][2]
+    arrived: int  # mbarrier: the peers' shares are here
     end: int
 
 
 def shared(form: Form) -> Shared:
     """The layout of a block's shared memory."""
     p, dim = form.plan, form.dim
-    peers = form.quads + p.blocks if p.clustered else 0
     sizes = [
-        p.warps * HEADS * sum_stride(dim),
-        p.warps * HEADS * 4,
-        p.warps * HEADS * 4,
+        p.warps * form.items * ITEM_BYTES,
+        HEADS * p.warps * 4,
+        HEADS * p.warps * 4,
         dim // 16 * STEP_BYTES,
         2 * dim * 2,
         form.gated * p.group * dim * 4,
-        peers * 16,
-        peers * 8,
-        8,
-        4,
+        p.is_cluster * (form.items + p.blocks) * ITEM_BYTES,
+        p.is_cluster * p.blocks * STATS_BYTES,
+        p.is_cluster * 8,
     ]
     offsets = [0]
     for size in sizes:

@@ -20,11 +20,6 @@ STEP_BYTES = 512  # of query operands for 16 columns: 32 lanes of (two words of 
 LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # of two words, as selectors of choose_bytes
 
 
-def sum_stride(dim: int) -> int:
-    """Bytes between the heads of a warp's sums: four columns more spread the banks."""
-    return 4 * (dim + 4)
-
-
 def halves(dtype: str) -> tuple[str, Callable, Callable]:
     """How mma calls a cache's type; two f32 → a word of it; a word → two f32."""
     if dtype == "float16":
@@ -87,10 +82,11 @@ def score(keys: list[Registers], query: Register, dtype: str, dim: int) -> Regis
 def weigh(
     scores: Registers, seen: Registers, best: Registers, total: Registers
 ) -> tuple[Registers, Registers, Registers, Registers]:
-    """A step of the running softmax, base 2, for heads 2t, 2t+1 → weights, what shrinks all that came before, best, total.
+    """A step of the running softmax, base 2, for heads 2t, 2t+1 → weights, the factor by which all that came
+    before shrinks, best, total.
 
-    seen: whether keys g and g+8 count; best is the same in all lanes of a head,
-    total is this lane's share. Some key of the tile must be seen, or best must be finite.
+    scores: of keys g, g, g+8, g+8; seen: whether keys g and g+8 count, some key of the tile does; best:
+    largest score, the same in all lanes of a head; total: sum of the weights of this lane's keys
     """
     hidden = constant(float("-inf"))
     scaled = [select(seen[i // 2], scores[i], hidden) for i in range(4)]
@@ -128,15 +124,3 @@ def gather(
         c = [v * shrink[i % 2] for i, v in enumerate(c)]
         result.append(ptx.mma(ptx.mma(c, a, operands[0], of), a, operands[1], of))
     return result
-
-
-def store_sums(address: Register, out: list[Registers], g: Register, dim: int) -> None:
-    """Columns of heads 2t, 2t+1 as f32.   address: of head 2t in shared memory"""
-    at = 0
-    for column, words in value_blocks(dim):
-        here = address + g * (8 * words)
-        for head in range(2):
-            row = [v for c in out[at : at + words] for v in (c[head], c[2 + head])]
-            for i in range(0, len(row), 4):
-                ptx.store_shared(here, 4 * column + head * sum_stride(dim) + 4 * i, row[i : i + 4])
-        at += words

@@ -1,7 +1,8 @@
 """The new token's queries, key and value, one a warp: bias, norm, rotation, and the form the tiles want.
 
 A lane holds quads of four columns: quad `lane`, and `lane` + 32 of heads wider than 128. A query becomes two
-halves of q · scale · log2 e (in f16 good to 65504: |q| up to 360,000 at 64 columns, more beyond). Key and value are rounded to the cache's type, as a later step will read them.
+halves of q · scale · log2 e; in f16 that holds for |q| up to 360,000 at 64 columns and more beyond. Key and
+value are rounded to the cache's type, as a later step will read them.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxserve import ptx
+from jaxserve.ops.mosaic.attention_cell import Cell
 from jaxserve.ops.mosaic.attention_plan import Form, Shared
 from jaxserve.ops.mosaic.attention_tile import STEP_BYTES, halves
 from jaxserve.ptx import Register, Registers, both, constant, select, when
@@ -48,7 +50,7 @@ class Vector(NamedTuple):
     gate_bias: Quads
 
 
-def load_vector(form: Form, sources: Sources, cell, head: Register) -> Vector:
+def load_vector(form: Form, sources: Sources, cell: Cell, head: Register) -> Vector:
     """Asks for vector `head` of a cell: its queries, the key, the value. Heads past the last of those that
     share the key repeat it.
     """
@@ -109,10 +111,10 @@ def load_vector(form: Form, sources: Sources, cell, head: Register) -> Vector:
 
 
 def store_vector(
-    form: Form, vector: Vector, shared: Shared, cell, is_owner: Register, token: Registers
+    form: Form, vector: Vector, shared: Shared, cell: Cell, is_owner: Register, token: Registers
 ) -> None:
-    """Puts a query into shared memory as operand of mma, with its gate; the key or the value
-    there as it is, and where `is_owner` into the cache.
+    """Puts a query into shared memory as operand of mma, with its gate; the key or the value there as it is,
+    and where `is_owner` into the cache.
 
     shared: addresses; token: addresses of its key and its value in the caches
     """

@@ -1,7 +1,7 @@
 """Attention of a prefill chunk over a row's cached keys on Hopper's tensor cores.
 
 FlashAttention with an offset: a block takes one query head and one or two tiles of 64 queries, each with a
-warpgroup; a warpgroup of its own copies blocks of keys and values from the resident cache into a ring in shared
+warpgroup; another warpgroup copies blocks of keys and values from the resident cache into a ring in shared
 memory. Scores live in registers, the softmax runs along. The pipeline is that of jax's own
 pallas.ops.gpu.attention_mgpu, after FlashAttention-3 (Shah et al., 2024).
 """
@@ -77,7 +77,8 @@ def attend_chunk(
 
 
 def _program(
-    place_ref, q_ref, k_ref, v_ref, out_ref, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, k_free, v_free,
+    place_ref, q_ref, k_ref, v_ref, out_ref, q_smem, k_smem, v_smem,
+    q_ready, k_ready, v_ready, k_free, v_free,
     *, warpgroups: int, block: int, group: int, capacity: int, window: int,
 ):  # fmt: skip
     """place: the cache row of kv head 0, and the position of query 0."""

@@ -45,11 +45,11 @@ class Plan(NamedTuple):
 
 
 def plan(config: Delta, batch: int) -> Plan:
-    """As many blocks a key head as divide its tiles evenly and, over all rows, are resident at once; fewer
-    where a warp's tiles still fit its registers, more where they do not.
+    """The most blocks a key head that divide its tiles evenly and, over all rows, are resident at once; where
+    none are, the fewest. A block alone only where no cluster divides them.
     """
     tiles = config.value_heads // config.key_heads * config.value_dim // ROWS
-    fits = [c for c in range(1, MAX_CLUSTER + 1) if tiles % (c * WARPS) == 0]
+    fits = [c for c in range(2, MAX_CLUSTER + 1) if tiles % (c * WARPS) == 0] or [1]
     fits = [c for c in fits if tiles // (c * WARPS) <= MAX_TILES] or fits[-1:]
     resident = [c for c in fits if batch * config.key_heads * c <= RESIDENT_BLOCKS]
     cluster = resident[-1] if resident else fits[0]
