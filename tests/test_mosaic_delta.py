@@ -163,7 +163,7 @@ def test_a_plan_gives_every_tile_to_one_warp(heads, batch):
     d = dataclasses.replace(QWEN35, value_heads=heads)
     p = kernel.plan(d, batch)
     assert p.cluster * p.warps * p.tiles * recurrence.ROWS == heads // d.key_heads * d.value_dim
-    assert p.cluster <= 8 and p.warps % 4 == 0 and p.tiles <= 4
+    assert 2 <= p.cluster <= 8 and p.warps % 4 == 0 and p.tiles <= 4
 
 
 def test_wrong_arguments_are_named():
