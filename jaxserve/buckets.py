@@ -2,7 +2,7 @@
 
 import dataclasses
 
-CHUNKS = {"cpu": (32, 256), "gpu": (64, 512)}  # tokens of a prefill call, by platform
+CHUNKS = {"cpu": (32, 256), "gpu": (64, 128, 512)}  # tokens of a prefill call, by platform
 FIRST_REACH = 1024  # cached positions a short row's decode step looks at; larger reaches grow by REACH_FACTOR
 REACH_FACTOR = 4
 SCORE_CHUNK = 64  # tokens of a teacher-forced call: its logits are [64, V] f32

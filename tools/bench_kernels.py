@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""How fast the decode kernels multiply, type by type and shape by shape, and whether they are right.
+"""How fast the kernels multiply and decode packed matrices, type by type and shape by shape, and whether they
+are right.
 
-Decode reads every weight once per token, so the score is a kernel's bytes of packed weights per second
-against the rate at which the device copies memory. Times are the kernel's own, from the profiler, over
-enough copies of the matrix that none stays in the L2 cache; the sum of the parts of a long K is a small XLA
-kernel and not included. The error is ‖y − x wᵀ‖ / ‖x wᵀ‖ with the product in float32, on log-normal
-activations. "repeats" says that ten calls on weights that lie in L2 gave the same bits, "alone" that a row
-has the same bits alone and among seven others.
+Few rows read every weight once, so their score is a kernel's bytes of packed weights per second against the
+rate at which the device copies memory; decoding ("f16" in place of a number of rows) also counts the bytes
+it writes. For more rows the score is floating-point operations per second. Times are the kernel's own, from
+the profiler, over enough copies of the matrix that none stays in the L2 cache; the sum of the parts of a
+long K and the preparation of many rows are small kernels of their own and not included. The error is
+‖y − x wᵀ‖ / ‖x wᵀ‖ with the product in float32, on log-normal activations. "repeats" says that ten calls on
+weights that lie in L2 gave the same bits, "alone" that a row's bits do not depend on its neighbours.
 
-A shape is N×K, or X×N×K for a stack of experts of which each row chooses one. Prints a table and, as its
-last line, one JSON object. Needs a Hopper GPU.
+A shape is N×K, or X×N×K for a stack of experts: each of a few rows chooses one, many rows are spread evenly
+over all. Prints a table and, as its last line, one JSON object. Needs a Hopper GPU.
 """
 
 import argparse
@@ -50,35 +52,69 @@ class Case:
 
     type: str
     shape: tuple[int, ...]
-    x: jax.Array
+    x: jax.Array  # [0, K]: the matrix is decoded
     copies: list[jax.Array]  # records of one matrix each, or one stack
-    index: list[jax.Array]  # the experts that the rows choose in turn; empty without a stack
+    index: list[jax.Array]  # the experts that a few rows choose in turn; empty without a stack
 
     @property
     def rows(self) -> int:
         return len(self.x)
 
     @property
+    def is_few(self) -> bool:
+        return 0 < self.rows <= mosaic.MAX_BATCH
+
+    @property
     def name(self) -> str:
         n, k = self.shape[-2:]
+        experts = self.shape[0] if len(self.shape) == 3 else 0
+        if not self.rows:
+            return f"dequantise_{self.type.lower()}_{max(1, experts) * n}x{k}_float16"
+        if not self.is_few:
+            return f"wide_{self.type.lower()}_{n}x{k}_t{self.rows}" + f"_experts{experts}" * bool(experts)
         return f"decode_{self.type.lower()}_{n}x{k}_" + (
             f"b1_experts{self.rows}" if self.index else f"b{self.rows}"
         )
 
     @property
     def nbytes(self) -> int:
-        """Packed bytes that one call reads."""
-        return self.copies[0][0].nbytes * self.rows if self.index else self.copies[0].nbytes
+        """Bytes that one call moves: packed weights, and what decoding writes."""
+        if self.index:
+            return self.copies[0][0].nbytes * self.rows
+        return self.copies[0].nbytes + (0 if self.rows else 2 * int(np.prod(self.shape)))
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.shape[-1] * self.shape[-2]
 
     @property
     def turns(self) -> int:
         return len(self.index) or len(self.copies)
 
-    def run(self, turn: int = 0, rows: slice = slice(None)) -> jax.Array:
-        x, k = self.x[rows], self.shape[-1]
+    def run(self, turn: int = 0, only: int | None = None) -> jax.Array:
+        """`only`: a row without its neighbours, alone where there are few, else among zeros."""
+        x, k = self.x, self.shape[-1]
+        if not self.rows:
+            return mosaic.dequantise(self.copies[turn], self.type, k, jnp.float16)
+        if not self.is_few:
+            x = x if only is None else jnp.where((jnp.arange(self.rows) == only)[:, None], x, 0)
+            if len(self.shape) == 3:
+                return mosaic.grouped_wide_matmul(x, self.group_sizes, self.copies[0], self.type, k)
+            return mosaic.wide_matmul(x, self.copies[turn], self.type, k)
+        rows = slice(None) if only is None else slice(only, only + 1)
         if self.index:
-            return mosaic.expert_decode_matmul(x, self.copies[0], self.index[turn][rows], self.type, k)
-        return mosaic.decode_matmul(x, self.copies[turn], self.type, k)
+            return mosaic.expert_decode_matmul(x[rows], self.copies[0], self.index[turn][rows], self.type, k)
+        return mosaic.decode_matmul(x[rows], self.copies[turn], self.type, k)
+
+    @property
+    def group_sizes(self) -> jax.Array:
+        return jnp.bincount(self.expert_of_row, length=self.shape[0]).astype(jnp.int32)
+
+    @property
+    def expert_of_row(self) -> jax.Array:
+        if self.index:
+            return self.index[0]
+        return jnp.arange(self.rows) * self.shape[0] // self.rows
 
 
 def random_rows(type_name: str, k: int) -> np.ndarray:
@@ -118,7 +154,8 @@ def cases(
             jax.random.normal(jax.random.key(5), (k,))
         )
         chosen = np.random.default_rng(r).permutation(stack[0]) if stack else []
-        index = [jnp.asarray(chosen[i : i + r], jnp.int32) for i in range(0, len(chosen) - r + 1, r)]
+        few = range(0, len(chosen) - r + 1, r) if 0 < r <= mosaic.MAX_BATCH else ()
+        index = [jnp.asarray(chosen[i : i + r], jnp.int32) for i in few]
         found.append(Case(type_name, shape, noise.astype(dtype), copies, index))
     return found, dense
 
@@ -126,12 +163,16 @@ def cases(
 def check(case: Case, dense: jax.Array) -> dict:
     """Error, and whether repeated and lone calls give the same bits."""
     y, n = case.run(), case.shape[-2]
+    repeats = all(bool((case.run() == y).all()) for _ in range(10))
+    if not case.rows:
+        some = y.reshape(-1, y.shape[-1])[: min(n, DISTINCT_ROWS)].astype(jnp.float32)
+        error = jnp.linalg.norm(some - dense[: len(some)]) / jnp.linalg.norm(dense[: len(some)])
+        return {"error": float(error), "repeats": repeats, "alone": True}
     exact = np.asarray(jnp.dot(case.x.astype(jnp.float32), dense.T, precision="highest"))
-    first = np.asarray(case.index[0]) * ROWS if case.index else np.zeros(case.rows, int)
+    first = np.asarray(case.expert_of_row) * ROWS if len(case.shape) == 3 else np.zeros(case.rows, int)
     exact = np.take_along_axis(exact, (first[:, None] + np.arange(n)) % n % DISTINCT_ROWS, 1)
     error = np.linalg.norm(np.asarray(y) - exact) / np.linalg.norm(exact)
-    repeats = all(bool((case.run() == y).all()) for _ in range(10))
-    alone = all(bool((case.run(rows=slice(i, i + 1)) == y[i]).all()) for i in {0, case.rows - 1})
+    alone = all(bool((case.run(only=i)[0 if case.is_few else i] == y[i]).all()) for i in {0, case.rows - 1})
     return {"error": float(error), "repeats": repeats, "alone": alone}
 
 
@@ -167,7 +208,10 @@ def measure(found: list[Case]) -> list[float]:
     return medians
 
 
-HEADER = f"{'type':8s}{'shape':>16s} rows {'µs':>8s} {'GB/s':>7s} {'% copy':>7s}  {'error':8s} repeats alone"
+HEADER = (
+    f"{'type':8s}{'shape':>16s} rows {'µs':>8s} {'GB/s':>7s} {'% copy':>7s} {'TFLOP/s':>7s}  "
+    f"{'error':8s} repeats alone"
+)
 
 
 def main() -> int:
@@ -178,7 +222,7 @@ def main() -> int:
     parser.add_argument(
         "--shapes", default=",".join(SHAPES), help="comma-separated NxK, or XxNxK for experts"
     )
-    parser.add_argument("--rows", default="1,8", help="comma-separated, 1 to 8")
+    parser.add_argument("--rows", default="1,8", help='comma-separated numbers, or "f16": decode the matrix')
     parser.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"), help="of x")
     options = parser.parse_args()
     if jax.default_backend() != "gpu":
@@ -195,9 +239,8 @@ def main() -> int:
             faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)  # a kernel that hangs says nothing
             try:
                 shape = tuple(int(v) for v in text.split("x"))
-                some, dense = cases(
-                    type_name, shape, [int(r) for r in options.rows.split(",")], options.dtype
-                )
+                rows = [0 if r == "f16" else int(r) for r in options.rows.split(",")]
+                some, dense = cases(type_name, shape, rows, options.dtype)
                 figures += [check(case, dense) for case in some]
                 found += some
             except Exception as error:  # the other kernels' figures are still wanted
@@ -208,11 +251,12 @@ def main() -> int:
         for case, figure, us in zip(found, figures, times, strict=True):
             rate = case.nbytes / us * 1e6
             shape = "x".join(map(str, case.shape))
+            tflops = case.flops / us / 1e6
             row = {"type": type_name, "shape": shape, "rows": case.rows, "us": us, "gb_per_s": rate / 1e9}
-            results.append({**row, "of_copy": rate / copy, **figure})
+            results.append({**row, "of_copy": rate / copy, "tflop_per_s": tflops, **figure})
             checks = f"{figure['error']:.1e}  {figure['repeats']!s:7s} {figure['alone']}"
-            speed = f"{us:8.2f} {rate / 1e9:7.0f} {100 * rate / copy:6.1f}%"
-            print(f"{type_name:8s}{shape:>16s} {case.rows:4d} {speed}  {checks}", flush=True)
+            speed = f"{us:8.2f} {rate / 1e9:7.0f} {100 * rate / copy:6.1f}% {tflops:7.1f}"
+            print(f"{type_name:8s}{shape:>16s} {case.rows or 'f16':>4} {speed}  {checks}", flush=True)
     wrong = [r for r in results if not (r["error"] < 1e-3 and r["repeats"] and r["alone"])]
     failures += [f"{r['type']} {r['shape']} {r['rows']} rows: wrong" for r in wrong]
     about = {

@@ -12,7 +12,7 @@ from jaxserve.quant.mosaic.weights import TENSOR_SHIFT, tensor_weights
 from jaxserve.quant.mosaic.wide_plan import WidePlan
 
 STEP_BYTES = 2 * CORE_BYTES  # of 8 rows of activations
-GROUP_STEPS = 4  # decoded, then multiplied together; 1 and 2 take as long
+GROUP_STEPS = 4  # decoded while the last ones are multiplied
 
 
 class Tile(NamedTuple):
