@@ -6,8 +6,8 @@
 | more | wide kernel | decoding in registers, then the tensor core |
 | more than MOST_WIDE_ROWS of BF16 | decoded matrix, library product | the tensor core |
 
-Q4_K [37888, 3584] on an H200, µs with the preparation of x: wide 216 for 512 rows, 796 for 2,048, 1,660 for
-4,096; decoded (107) and multiplied by the library in f16 303, 857, 1,583, of which scaling x and, not counted
+Q4_K [37888, 3584] on an H200, µs with the preparation of x: wide 216 for 512 rows, 794 for 2,048, 1,660 for
+4,096; decoded (107) and multiplied by the library in f16 303, 854, 1,583, of which scaling x and, not counted
 here, the result back would eat the rest. BF16 costs the wide kernel two products: its limit is an estimate.
 """
 
