@@ -22,7 +22,8 @@ CASES = [(model, name) for model, names in PROMPTS.items() for name in names]
 
 @functools.lru_cache(maxsize=1)
 def engine(model: str) -> jaxserve.Engine:
-    return jaxserve.Engine.load(path(f"{model}.gguf"), context=1024, weights="float32", kv_dtype="float32")
+    exact = dict(kv_dtype="float32", weights="float32")
+    return jaxserve.Engine.load(path(f"{model}.gguf"), context=1024, residency=False, prefix_bytes=0, **exact)
 
 
 def case(model: str, name: str) -> dict:

@@ -195,7 +195,7 @@ def assert_equal_memory(ours, theirs, slot: int, length: int, atol: float = 1e-3
             np.testing.assert_allclose(mine[name][cut], other[name][cut], atol=atol)
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("hybrid", (16, 64, 100, 512)), ("attention", (100, 512))])
+@pytest.mark.parametrize(("kind", "sizes"), [("hybrid", (16, 100)), ("attention", (512,))])
 def test_a_prompt_gives_the_same_logits_whatever_its_chunks(kind, sizes):
     """700 tokens at once and in chunks; then 32 greedy tokens."""
     weights, config = model(kind)

@@ -14,7 +14,8 @@ NAMES = sorted(tiny_models())
 
 @functools.lru_cache(maxsize=2)
 def engine(name: str) -> jaxserve.Engine:
-    return jaxserve.Engine.load(tiny_path(name), context=CONTEXT, kv_dtype="float32", weights="float32")
+    exact = dict(kv_dtype="float32", weights="float32")
+    return jaxserve.Engine.load(tiny_path(name), context=CONTEXT, residency=False, prefix_bytes=0, **exact)
 
 
 def reference(name: str, length: int) -> tuple[np.ndarray, np.ndarray]:
