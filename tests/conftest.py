@@ -15,7 +15,20 @@ FASTER_COMPILING = "--xla_backend_optimization_level=1"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FASTER_COMPILING}".strip()
 
 
+# Files that take a minute or more: begun first, so that no core waits at the end for the other.
+LONG = (
+    "tiny_models",
+    "prefix_reuse",
+    "real_models",
+    "step",
+    "batch_isolation",
+    "prefix_interleaved",
+    "batch_job",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and jax.default_backend() != "gpu":
         skip = pytest.mark.skip(reason=f"needs a GPU, JAX runs on {jax.default_backend()}: tools/test --gpu")
