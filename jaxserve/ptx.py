@@ -6,6 +6,7 @@ low 16 bits.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
@@ -13,6 +14,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 
 ALL_LANES = "0xffffffff"
+LOG2_E = math.log2(math.e)  # eˣ is exp2(x · LOG2_E)
 MMA = "mma.sync.aligned.{shape}.row.col.f32.{of}.{of}.f32"
 
 
@@ -390,6 +392,11 @@ def exp2(a: Register) -> Register:
 def reciprocal(a: Register) -> Register:
     """1 / a of an f32, to 1 ulp; of infinity 0."""
     return asm("rcp.approx.ftz.f32 $0, $1;", "f", [a])[0]
+
+
+def sigmoid(a: Register) -> Register:
+    """1 / (1 + e⁻ᵃ) of an f32."""
+    return reciprocal(exp2(a * -LOG2_E) + 1.0)
 
 
 def reciprocal_root(a: Register) -> Register:

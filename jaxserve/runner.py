@@ -18,7 +18,7 @@ from jaxserve.config import ModelConfig
 from jaxserve.models.mixers import follows_real_length
 from jaxserve.models.weights import Weights
 from jaxserve.sampling import Options
-from jaxserve.state import MAX_STEPS, abstract_memory, abstract_state, init_memory, init_state
+from jaxserve.state import abstract_memory, abstract_state, init_memory, init_state
 
 Progress = Callable[[str, int, int], None]
 
@@ -294,8 +294,3 @@ def _compile(lowerings: dict, progress: Progress | None) -> dict:
             if progress:
                 progress("programs", done, len(lowerings))
     return compiled
-
-
-def drawn_tokens(mail: np.ndarray, slot: int) -> tuple[int, list[int]]:
-    """(status, drawn ids) of a slot."""
-    return int(mail[slot, 0]), [int(token) for token in mail[slot, 1 : 1 + MAX_STEPS] if token >= 0]

@@ -149,8 +149,7 @@ class Job:
     def rows(self) -> Iterator[Row]:
         """The rows that the target did not hold when the job was made."""
         with self._lines() as lines:
-            rows = read_rows(lines, self.defaults, self._ledger)
-            yield from (row for row in rows if not self._ledger.is_finished(row.id, row.digest))
+            yield from unfinished_rows(lines, self.defaults, self._ledger)
 
     def write(self, answers: Iterable[Answer], *, progress: bool | None = None) -> Summary:
         """Write answers as they come. Whatever ends that, the output holds whole lines."""
@@ -234,13 +233,18 @@ def read_rows(lines: Iterable[bytes], defaults: SamplingParams, ledger: Ledger) 
         yield row
 
 
+def unfinished_rows(lines: Iterable[bytes], defaults: SamplingParams, ledger: Ledger) -> Iterator[Row]:
+    """The rows of an input that the ledger does not hold as finished."""
+    rows = read_rows(lines, defaults, ledger)
+    return (row for row in rows if not ledger.is_finished(row.id, row.digest))
+
+
 def rows_left(source: str, target: str, end: int, defaults: SamplingParams) -> Iterator[Row]:
     """The rows of a source that the first `end` bytes of a target do not hold, whatever is added to it."""
     ledger = Ledger()
     with open(target, "rb") as output, open(source, "rb") as lines:
         read_finished(output, ledger, end=end)
-        rows = read_rows(lines, defaults, ledger)
-        yield from (row for row in rows if not ledger.is_finished(row.id, row.digest))
+        yield from unfinished_rows(lines, defaults, ledger)
 
 
 def read_finished(output: BinaryIO, ledger: Ledger, *, end: int | None = None) -> Finished:

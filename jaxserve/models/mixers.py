@@ -12,6 +12,7 @@ from jaxserve import hopper, quant
 from jaxserve.config import Delta, ModelConfig
 from jaxserve.ops import attention as kv
 from jaxserve.ops import delta
+from jaxserve.ops.activation import gated
 from jaxserve.ops.conv import short_conv
 from jaxserve.ops.mosaic import attention as attention_kernel
 from jaxserve.ops.mosaic import chunk_attention, delta_prefill
@@ -46,7 +47,7 @@ def project(
     if len(parts) == 1 and bias is None:
         return quant.matmul(x, parts[0], norm=norm, activation=activation, residual=residual)
     out = side_by_side(tuple(quant.matmul(x, part, norm=norm) for part in parts))
-    out = quant.gated(out if bias is None else out + bias, activation)
+    out = gated(out if bias is None else out + bias, activation)
     return out if residual is None else residual + out
 
 

@@ -88,7 +88,7 @@ class Weights:
 def layer_weights(weights: Weights, config: ModelConfig, index: int) -> dict:
     """Everything layer `index` multiplies with, by name."""
     layer = config.layers[index]
-    vectors = {name: stack[index] for name, stack in weights.vectors["all"].items()}
+    vectors = {name: stacked[index] for name, stacked in weights.vectors["all"].items()}
     for name, stacked in weights.vectors[layer.kind].items():
         vectors[name] = stacked[layer.rank, : config.delta.value_heads if name in PADDED else None]
     return {**weights.layers[index], **vectors}

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve import quant
+from jaxserve.ops.activation import gated
 
 MIN_WEIGHT_SUM = 2.0**-14  # llama.cpp's floor: the smallest normal half-precision number
 RANKED_TOKENS = 64  # up to here experts are ranked without a sort: every batch of decode
@@ -98,7 +99,7 @@ def _expert_ffn(pairs, gate_up: Projection, down: Projection, activation: str, m
     if len(gate_up) == 1:
         return matmul(matmul(pairs, gate_up[0], activation=activation), down[0])
     both = jnp.concatenate([matmul(pairs, w) for w in gate_up], axis=-1)
-    return matmul(quant.gated(both, activation), down[0])
+    return matmul(gated(both, activation), down[0])
 
 
 def _combine(out: jax.Array, weights: jax.Array) -> jax.Array:

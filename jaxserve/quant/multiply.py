@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve import hopper
-from jaxserve.ops.activation import ACTIVATIONS
+from jaxserve.ops.activation import gated
 from jaxserve.ops.norm import rms_norm
 from jaxserve.quant import mosaic, plain
 from jaxserve.quant.matrix import Matrix
@@ -77,14 +77,6 @@ def matmuls(x: jax.Array, parts: Sequence[Matrix], norm: Norm) -> tuple[jax.Arra
         y = mosaic.side_by_side_decode_matmul(flat, records, types, k, gain=norm.gain, eps=norm.eps)
         return (y.reshape(*lead, -1),)
     return tuple(matmul(x, w, norm=norm) for w in parts)
-
-
-def gated(y: jax.Array, activation: str | None) -> jax.Array:
-    """activation(first half) · second half of the last axis; y itself without an activation."""
-    if activation is None:
-        return y
-    gate, up = jnp.split(y, 2, axis=-1)
-    return ACTIVATIONS[activation](gate) * up
 
 
 def _product(x: jax.Array, w: Matrix) -> jax.Array:

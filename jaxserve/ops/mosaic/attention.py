@@ -11,12 +11,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.ops import attention as kv
 from jaxserve.ops.mosaic.attention_plan import Form, plan, shared
 from jaxserve.ops.mosaic.attention_program import program
-from jaxserve.ops.mosaic.launch import launch
+from jaxserve.ops.mosaic.launch import launch, scratch
 from jaxserve.ops.norm import rms_norm
 from jaxserve.ops.rope import rotate
 
@@ -114,7 +113,7 @@ def decode_attention(
         warps=p.warps,
         cluster=p.blocks,
         out_types=[jax.ShapeDtypeStruct((batch, heads * dim), jnp.float32)],
-        scratch_types=[plgpu.SMEM((-(-shared(form).end // 1024) * 1024 // 4,), jnp.uint32)],
+        scratch_types=[scratch(-(-shared(form).end // 4))],
     )
     return keys, values, out
 

@@ -7,7 +7,6 @@ value are rounded to the cache's type, as a later step will read them.
 
 import contextlib
 import itertools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,7 +18,6 @@ from jaxserve.ptx import Register, Registers, both, constant, select, when
 
 LANES = 32
 OPERAND_BYTES = 64  # of a head in a step: four lanes
-LOG2_E = math.log2(math.e)
 
 Quads = list[Registers]  # f32: of each quad of this lane, its columns
 
@@ -130,7 +128,7 @@ def store_vector(
         for quad, here, values in zip(quads, inside, turned, strict=True):
             with present(here):
                 at = shared.queries + _operand_offset(dim, quad) + vector.head * OPERAND_BYTES
-                scaled = [v * (form.scale * LOG2_E) for v in values]
+                scaled = [v * (form.scale * ptx.LOG2_E) for v in values]
                 ptx.store_shared(at, 0, _halves(form.dtype, scaled))
     if form.gated:
         with when(vector.is_query):
@@ -138,7 +136,7 @@ def store_vector(
             gate = _added(vector.gate, vector.gate_bias)
             for quad, here, values in zip(quads, inside, gate, strict=True):
                 with present(here):
-                    ptx.store_shared(gates + quad * 16, 0, [_sigmoid(v) for v in values])
+                    ptx.store_shared(gates + quad * 16, 0, [ptx.sigmoid(v) for v in values])
     with when(vector.head >= form.plan.group):
         _, pack, _ = halves(form.dtype)
         target = select(vector.is_value, token[1], token[0])
@@ -222,7 +220,3 @@ def _operand_offset(dim: int, quad: Register) -> Register:
         is_whole = quad < whole
         step, t = select(is_whole, step, constant(whole // 4)), select(is_whole, t, quad - whole)
     return step * STEP_BYTES + t * 16
-
-
-def _sigmoid(x: Register) -> Register:
-    return ptx.reciprocal(ptx.exp2(x * -LOG2_E) + 1.0)

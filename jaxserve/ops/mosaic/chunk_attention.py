@@ -14,10 +14,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxserve import ptx
+
 QUERIES = 64  # of a warpgroup: the rows of a wgmma
 STAGES = 2  # key blocks in flight
 DIMS = (64, 128, 256)
-LOG2_E = 1.4426950408889634
 NOTHING = -1e30  # a running maximum before the first key: finite, so that two of them differ by 0
 
 
@@ -41,7 +42,7 @@ def attend_chunk(
     block = min(64 if dim > 128 else 128, capacity)
     place = jnp.stack([(rank * slots + slot) * kv_heads, start]).astype(jnp.int32)
     rows = [cache.reshape(-1, capacity, dim) for cache in (keys, values)]  # a row of the cache per kv head
-    q = (q * (scale * LOG2_E)).astype(dtype)
+    q = (q * (scale * ptx.LOG2_E)).astype(dtype)
 
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     scratch = [

@@ -20,12 +20,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve import ptx
 from jaxserve.config import Delta
 from jaxserve.ops.mosaic import recurrence
-from jaxserve.ops.mosaic.launch import MAX_CLUSTER, launch
+from jaxserve.ops.mosaic.launch import MAX_CLUSTER, launch, scratch
 from jaxserve.ops.mosaic.recurrence import COLUMNS, LANE_COLUMNS, ROWS
 from jaxserve.ptx import Register, Registers, both, constant, select
 
@@ -106,18 +105,13 @@ def decode_delta(
         cluster=spread.cluster,
         out_types=[jax.ShapeDtypeStruct((batch, config.value_heads * config.value_dim), jnp.float32)],
         scratch_types=[
-            plgpu.SMEM((2 * COLUMNS,), jnp.float32),  # q, then k
-            plgpu.SMEM((_rounded(SUMS * QK_WARPS),), jnp.float32),  # their sums by warp
-            plgpu.SMEM((_rounded(tiles),), jnp.float32),  # squares of the output by tile
-            plgpu.SMEM((_rounded(2),), jnp.uint32),  # the mbarrier that counts them
+            scratch(2 * COLUMNS, jnp.float32),  # q, then k
+            scratch(SUMS * QK_WARPS, jnp.float32),  # their sums by warp
+            scratch(tiles, jnp.float32),  # squares of the output by tile
+            scratch(2, jnp.uint32),  # the mbarrier that counts them
         ],
     )
     return conv, delta, out
-
-
-def _rounded(words: int) -> int:
-    """Shared memory in pieces of 1 KiB keeps every piece aligned."""
-    return -(-words // 256) * 256
 
 
 def _check(parts, conv_weight, decay, decay_bias, norm_gain, conv, delta, rank, rows, start, active, config):

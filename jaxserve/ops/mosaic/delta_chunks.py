@@ -9,7 +9,6 @@ matrices run on the tensor core (`tf32`); what lies above the diagonal is left o
 """
 
 from jaxserve import ptx
-from jaxserve.ops.mosaic.recurrence import LOG2_E
 from jaxserve.ops.mosaic.tf32 import multiply_add, quad_steps, split, split_all
 from jaxserve.ptx import Register, Registers, both, constant, select, when
 
@@ -24,7 +23,7 @@ GAMMA_AT = V_AT + CHUNK * V_STRIDE
 A_AT = GAMMA_AT + CHUNK * SQUARE_STRIDE
 G_AT = A_AT + CHUNK * SQUARE_STRIDE
 BETA_AT, SINCE_AT, SCALE_AT, BARRIER_AT = (G_AT + CHUNK * i for i in (1, 2, 3, 4))
-SHARED_WORDS = -(-(BARRIER_AT + 2) // 256) * 256
+SHARED_WORDS = BARRIER_AT + 2
 
 
 def program(shape: tuple[int, int, int, int], grouped: bool, *refs) -> None:
@@ -100,7 +99,7 @@ def _decays(shared, g, beta, factors, place, heads, tokens, thread, unit) -> Non
     A thread sums 16 rows of a column of Γ, one term after the other: a difference of running sums drowns in a
     long decay.
     """
-    exp = lambda x: ptx.exp2(x * LOG2_E)  # noqa: E731
+    exp = lambda x: ptx.exp2(x * ptx.LOG2_E)  # noqa: E731
     with when(thread < CHUNK):
         exists = thread < tokens
         at = ((place + thread * heads) * 4).widened()

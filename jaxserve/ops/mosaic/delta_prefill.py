@@ -7,11 +7,10 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.ops.mosaic import delta_carry, delta_chunks
 from jaxserve.ops.mosaic.delta_chunks import CHUNK, DIM, WARPS
-from jaxserve.ops.mosaic.launch import launch
+from jaxserve.ops.mosaic.launch import launch, scratch
 
 
 def supported(key_dim: int, value_dim: int) -> bool:
@@ -65,7 +64,7 @@ def prefill_delta(
             f32((*of_chunk, CHUNK, CHUNK)),
             f32((*of_chunk, 2, CHUNK)),
         ],
-        scratch_types=[plgpu.SMEM((delta_chunks.SHARED_WORDS,), jnp.float32)],
+        scratch_types=[scratch(delta_chunks.SHARED_WORDS, jnp.float32)],
     )
     _, (out, state) = launch(
         functools.partial(delta_carry.program, shape, grouped),
@@ -75,6 +74,6 @@ def prefill_delta(
         blocks=batch * heads * (DIM // delta_carry.SLICE),
         warps=WARPS,
         out_types=[f32(v.shape), f32(state.shape)],
-        scratch_types=[plgpu.SMEM((delta_carry.SHARED_WORDS,), jnp.float32)],
+        scratch_types=[scratch(delta_carry.SHARED_WORDS, jnp.float32)],
     )
     return out, state

@@ -1,4 +1,4 @@
-"""One launch of a kernel written in `jaxserve.ptx` that updates some of its operands in place.
+"""One launch of a kernel written in `jaxserve.ptx`, which may update some of its operands in place.
 
 `pl.kernel` takes a `Ref` as an operand and makes it an input that aliases an output of the Mosaic call.
 `plgpu.kernel` wraps the call in a `custom_vmap`, which loses the effects of a Ref on jax 0.10.
@@ -7,12 +7,24 @@
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 WARPS_PER_THREAD = 4  # Pallas' threads are warpgroups
 MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
 HOPPER_CLUSTER = 16  # on an H100 or H200
+PIECE_BYTES = 1024  # of shared memory
+
+
+def rounded(nbytes: int) -> int:
+    """Shared memory in whole pieces keeps every piece aligned."""
+    return -(-nbytes // PIECE_BYTES) * PIECE_BYTES
+
+
+def scratch(words: int, dtype: jnp.dtype = jnp.uint32) -> plgpu.SMEM:
+    """A scratch type: at least so many words of shared memory."""
+    return plgpu.SMEM((rounded(4 * words) // 4,), dtype)
 
 
 def launch(

@@ -5,6 +5,7 @@ the correction, the output) is in the lanes of that row: lane l serves row (l //
 """
 
 from jaxserve.ptx import (
+    LOG2_E,
     Register,
     Registers,
     absolute,
@@ -17,21 +18,17 @@ from jaxserve.ptx import (
     select,
     shuffle,
     shuffle_xor,
+    sigmoid,
 )
 
 ROWS = 8  # of a tile
 COLUMNS = 128  # of a tile: the key dim
 LANE_COLUMNS = COLUMNS // 32
-LOG2_E = 1.4426950408889634
 
 
 def row_of(lane: Register) -> Register:
     """The row of a tile that a lane serves."""
     return (lane >> 1) & (ROWS - 1)
-
-
-def sigmoid(x: Register) -> Register:
-    return reciprocal(exp2(x * -LOG2_E) + 1.0)
 
 
 def silu(x: Register) -> Register:

@@ -19,17 +19,16 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve import ptx
-from jaxserve.ops.activation import ACTIVATIONS
+from jaxserve.ops.activation import gated
+from jaxserve.ops.mosaic.launch import launch, scratch
 from jaxserve.ops.norm import rms_norm
 from jaxserve.ptx import both, when
 from jaxserve.quant.mosaic.decode_program import MAX_BATCH, Around, Form, Refs, program
 from jaxserve.quant.mosaic.plan import MULTIPROCESSORS, Plan, max_warps, plan, shares
-from jaxserve.quant.mosaic.records import COLUMNS, LAYOUTS, ROWS
+from jaxserve.quant.mosaic.records import COLUMNS, FLOATS, LAYOUTS, ROWS
 
-DTYPES = ("float32", "float16", "bfloat16")
 PLAIN = Around()
 SCRATCH = (jnp.float32, jnp.uint32, jnp.uint32, jnp.float32)  # as Form.scratch_words
 
@@ -69,10 +68,7 @@ def decode_matmul(
     if fuses:
         around = Around(None if gain is None else eps, activation, residual is not None)
         return _launch(x, (records,), (type_name,), k, around, gain=gain, residual=residual)[0]
-    y = _launch(x, (records,), (type_name,), k).sum(0)
-    if activation is not None:
-        gate, up = jnp.split(y, 2, axis=-1)
-        y = ACTIVATIONS[activation](gate) * up
+    y = gated(_launch(x, (records,), (type_name,), k).sum(0), activation)
     return y if residual is None else residual + y
 
 
@@ -122,11 +118,7 @@ def expert_decode_matmul(
     _check(x, records, type_name, k, activation)
     if _sums_whole(_plan(records, activation, len(x))):
         return _launch(x, (records,), (type_name,), k, Around(activation=activation), index=index)[0]
-    y = _launch(x, (records,), (type_name,), k, index=index).sum(0)
-    if activation is None:
-        return y
-    gate, up = jnp.split(y, 2, axis=-1)
-    return ACTIVATIONS[activation](gate) * up
+    return gated(_launch(x, (records,), (type_name,), k, index=index).sum(0), activation)
 
 
 def _check(x, records, type_name, k, activation):
@@ -137,8 +129,8 @@ def _check(x, records, type_name, k, activation):
         raise ValueError(
             f"x {x.shape} and records {records.shape} do not fit a {type_name} matrix of {k} columns"
         )
-    if x.dtype.name not in DTYPES:
-        raise ValueError(f"x is {x.dtype}: the decode kernel takes {', '.join(DTYPES)}")
+    if x.dtype.name not in FLOATS:
+        raise ValueError(f"x is {x.dtype}: the decode kernel takes {', '.join(FLOATS)}")
 
 
 def _plan(records, activation, matrices=1, share=MULTIPROCESSORS) -> Plan:
@@ -159,10 +151,9 @@ def _launch(x, matrices, type_names, k: int, around=PLAIN, *, index=None, gain=N
     blocks = [form.plan.blocks * form.rows // form.batch for form in forms]
     ends = list(itertools.accumulate(blocks))
     optional = [index, gain, residual]
-    given = [operand for operand in optional if operand is not None]
 
-    def body(_, *refs):
-        x_ref, records, rest = refs[0], refs[1 : 1 + len(forms)], list(refs[1 + len(forms) :])
+    def body(x_ref, *refs):
+        records, rest = refs[: len(forms)], list(refs[len(forms) :])
         operands = [None if operand is None else rest.pop(0) for operand in optional]
         block = ptx.block_index()
         for form, w_ref, count, end in zip(forms, records, blocks, ends, strict=True):
@@ -173,28 +164,17 @@ def _launch(x, matrices, type_names, k: int, around=PLAIN, *, index=None, gain=N
             with when(both(block >= end - count, block < end)):
                 program(form, block - (end - count), theirs)
 
-    def kernel_body(*refs):
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(body)(*refs)
-
-    kernel_body.__name__ = _name(forms, index is not None)
-    kernel = plgpu.kernel(
-        kernel_body,
-        out_type=jax.ShapeDtypeStruct((forms[0].plan.splits, x.shape[0], forms[0].width), jnp.float32),
-        grid=(ends[-1],),
-        grid_names=("block",),
-        num_threads=forms[0].warps // 4,  # Pallas' threads are warpgroups of four warps
-        thread_name="warpgroup",
-        scratch_types=[
-            plgpu.SMEM((_rounded(max(words)),), dtype)
-            for words, dtype in zip(
-                zip(*(form.scratch_words for form in forms), strict=True), SCRATCH, strict=True
-            )
-        ],
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-    )
-    return kernel(x, *matrices, *given)
+    scratch_words = map(max, zip(*(form.scratch_words for form in forms), strict=True))
+    return launch(
+        body,
+        [],
+        [x, *matrices, *(operand for operand in optional if operand is not None)],
+        name=_name(forms, index is not None),
+        blocks=ends[-1],
+        warps=forms[0].warps,
+        out_types=[jax.ShapeDtypeStruct((forms[0].plan.splits, x.shape[0], forms[0].width), jnp.float32)],
+        scratch_types=list(map(scratch, scratch_words, SCRATCH)),
+    )[1][0]
 
 
 def _forms(x, matrices, type_names, k, around, has_index) -> list[Form]:
@@ -235,8 +215,3 @@ def _name(forms: list[Form], has_index: bool) -> str:
     parts = "_".join(f"{form.type_name.lower()}_{form.row_tiles * ROWS}" for form in forms)
     rows = f"b1_experts{forms[0].rows}" if has_index else f"b{forms[0].rows}"
     return f"decode_{parts}x{forms[0].k}_{rows}"
-
-
-def _rounded(words: int) -> int:
-    """Shared memory in pieces of 1 KiB keeps every piece aligned."""
-    return -(-words // 256) * 256

@@ -13,7 +13,6 @@ from jaxserve.quant.mosaic.products import lane_constants, tile_product
 from jaxserve.quant.mosaic.records import COLUMNS, ROWS
 
 MAX_BATCH = 8  # columns of the tensor core's operand B
-LOG2_E = 1.4426950408889634
 
 
 class Around(NamedTuple):
@@ -242,4 +241,4 @@ def _activated(name: str, v: ptx.Register) -> ptx.Register:
     u = v
     if name == "gelu":
         u = ptx.fma(v * v, v * 0.044715, v) * 1.5957691216057308
-    return v * ptx.reciprocal(ptx.exp2(u * -LOG2_E) + 1.0)
+    return v * ptx.sigmoid(u)

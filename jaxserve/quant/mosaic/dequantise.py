@@ -15,12 +15,11 @@ from jaxserve import ptx
 from jaxserve.ops.mosaic.launch import launch
 from jaxserve.ptx import both, constant, select, when
 from jaxserve.quant.mosaic.products import from_global, lane_constants
-from jaxserve.quant.mosaic.records import COLUMNS, ROWS
+from jaxserve.quant.mosaic.records import COLUMNS, FLOATS, ROWS
 from jaxserve.quant.mosaic.weights import check_records, exact_weights
 
 WARPS = 4  # of a block
 CHUNKS_OF_A_ROW = 8  # that a warp decodes at a time
-DTYPES = ("float32", "float16", "bfloat16")
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -28,8 +27,8 @@ def dequantise(records: jax.Array, type_name: str, k: int, dtype: jnp.dtype) -> 
     """Records u32 [(X,) N/16, ceil(K/256), words] of `type_name` → [(X,) N, K] in f32, f16 or bf16."""
     check_records(records, type_name, k)
     dtype = jnp.dtype(dtype)
-    if dtype.name not in DTYPES:
-        raise ValueError(f"dtype {dtype}: records are decoded to {', '.join(DTYPES)}")
+    if dtype.name not in FLOATS:
+        raise ValueError(f"dtype {dtype}: records are decoded to {', '.join(FLOATS)}")
     *stack, row_tiles, chunks, words = records.shape
     tiles = records.size // words
     n = tiles // chunks * ROWS

@@ -26,6 +26,7 @@ from jax import lax
 ROWS, COLUMNS, LANES, LANE_CODES = 16, 256, 32, 128
 CHUNK_CODES = 1 << 22  # packed at a time: a temporary of up to 16 u32 a code, 256 MiB
 
+FLOATS = ("float32", "float16", "bfloat16")  # types of activations, and of decoded weights
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1, doubled
 

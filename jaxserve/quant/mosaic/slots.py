@@ -15,10 +15,9 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve import ptx
-from jaxserve.ops.mosaic.launch import launch
+from jaxserve.ops.mosaic.launch import launch, scratch
 from jaxserve.ptx import Register, Registers, both, constant, select, when
 from jaxserve.quant.mosaic.records import COLUMNS
 
@@ -113,7 +112,7 @@ def slot_order(x: jax.Array, of: str, index: jax.Array | None = None) -> tuple[j
             blocks=-(-rows // at_once),
             warps=warps,
             out_types=[words, jax.ShapeDtypeStruct((blocks * 8,), jnp.float32)],
-            scratch_types=[plgpu.SMEM((256,), jnp.float32)],
+            scratch_types=[scratch(256, jnp.float32)],
         )[1]
     )
 

@@ -20,18 +20,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve import ptx
-from jaxserve.ops.mosaic.launch import launch
+from jaxserve.ops.mosaic.launch import launch, scratch
 from jaxserve.ptx import constant, when
-from jaxserve.quant.mosaic.records import ROWS
+from jaxserve.quant.mosaic.records import FLOATS, ROWS
 from jaxserve.quant.mosaic.slots import operand_parts, slot_order
 from jaxserve.quant.mosaic.weights import check_records
 from jaxserve.quant.mosaic.wide_plan import WidePlan, wide_plan
 from jaxserve.quant.mosaic.wide_program import Block, Problem, Refs, Tile, operand_type
-
-DTYPES = ("float32", "float16", "bfloat16")
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -97,8 +94,8 @@ def _check(x, records, type_name, k, ndim):
         raise ValueError(
             f"x {x.shape} and records {records.shape} do not fit a {type_name} matrix of {k} columns"
         )
-    if x.dtype.name not in DTYPES:
-        raise ValueError(f"x is {x.dtype}: the wide kernel takes {', '.join(DTYPES)}")
+    if x.dtype.name not in FLOATS:
+        raise ValueError(f"x is {x.dtype}: the wide kernel takes {', '.join(FLOATS)}")
 
 
 def _partial_products(x, records, table, type_name: str, k: int, p: WidePlan, index=None) -> jax.Array:
@@ -132,9 +129,9 @@ def _partial_products(x, records, table, type_name: str, k: int, p: WidePlan, in
         warps=p.warps,
         out_types=[jax.ShapeDtypeStruct((p.splits, rows, row_tiles * ROWS), jnp.float32)],
         scratch_types=[
-            plgpu.SMEM((p.operand_ring_bytes // 4,), jnp.uint32),
-            plgpu.SMEM((p.record_ring_bytes // 4,), jnp.uint32),
-            plgpu.SMEM((256,), jnp.uint32),
-            plgpu.SMEM((256,), jnp.uint32),
+            scratch(p.operand_ring_bytes // 4),
+            scratch(p.record_ring_bytes // 4),
+            scratch(256),
+            scratch(256),
         ],
     )[1][0]

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+from jaxserve.ops.mosaic.launch import rounded
 from jaxserve.quant.mosaic.plan import MULTIPROCESSORS
 from jaxserve.quant.mosaic.records import LAYOUTS, ROWS
 from jaxserve.quant.mosaic.slots import BLOCK_BYTES
@@ -43,23 +44,18 @@ class WidePlan:
 
     @property
     def record_ring_bytes(self) -> int:
-        return _rounded(self.warps * self.record_stages * self.record_bytes)
+        return rounded(self.warps * self.record_stages * self.record_bytes)
 
     @property
     def operand_ring_bytes(self) -> int:
         """Sums of k groups pass through it too."""
         stage = self.halves * self.parts * self.t_tile // 8 * BLOCK_BYTES
         ring = self.k_groups * self.operand_stages * stage
-        return _rounded(max(ring, (self.k_groups - 1) * self.row_groups * self.t_tile * 64 * 4))
+        return rounded(max(ring, (self.k_groups - 1) * self.row_groups * self.t_tile * 64 * 4))
 
     @property
     def shared_bytes(self) -> int:
         return self.record_ring_bytes + self.operand_ring_bytes
-
-
-def _rounded(nbytes: int) -> int:
-    """Shared memory in pieces of 1 KiB keeps every piece aligned."""
-    return -(-nbytes // 1024) * 1024
 
 
 def wide_plan(
