@@ -93,12 +93,6 @@ def plain(case: Case) -> tuple[jax.Array, ...]:
         return jax.jit(reference)(*case.arguments)
 
 
-def error(found: jax.Array, exact: jax.Array) -> float:
-    """‖found − exact‖ / ‖exact‖"""
-    found, exact = (np.asarray(x, np.float64) for x in (found, exact))
-    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
-
-
 # name → arguments of random_case: everything that makes a layer different
 LAYERS = {
     "plain": dict(positions=[130, 5], biased=True),

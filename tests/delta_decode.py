@@ -53,6 +53,12 @@ def random_parts(
     return tuple(jnp.split(whole, np.cumsum(cut)[:-1], axis=1)) if cut else (whole,)
 
 
+def lanes(rows, start, active, rank=1) -> tuple[jax.Array, ...]:
+    """rank, rows, start, active of a step."""
+    i32 = functools.partial(jnp.asarray, dtype=jnp.int32)
+    return i32(rank), i32(rows), i32(start), jnp.asarray(active, bool)
+
+
 @functools.partial(jax.jit, static_argnames=("config", "eps"), donate_argnames=("conv", "delta"))
 def plain(
     parts, conv_weight, decay, decay_bias, norm_gain, conv, delta, rank, rows, start, active, *, config, eps

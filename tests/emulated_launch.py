@@ -7,65 +7,13 @@ is checked: inside an array, aligned, in shared memory ordered by a barrier wher
 
 import contextlib
 
+import jax.numpy as jnp
 import numpy as np
+
+from tests.emulated_register import Register, install, rounded_to_bf16
 
 GUARD = 256  # bytes between arrays that no access may touch
 PEER = 24  # a peer's shared address: its number in the cluster + 1 above these bits
-
-
-class Register:
-    def __init__(self, lanes):
-        self.lanes = lanes
-
-    def _binary(self, other, operation):
-        other = other.lanes if isinstance(other, Register) else self.lanes.dtype.type(other)
-        with np.errstate(over="ignore", invalid="ignore"):
-            return Register(operation(self.lanes, other))
-
-    def __add__(self, other):
-        return self._binary(other, np.add)
-
-    def __sub__(self, other):
-        return self._binary(other, np.subtract)
-
-    def __mul__(self, other):
-        return self._binary(other, np.multiply)
-
-    def __and__(self, other):
-        return self._binary(other, np.bitwise_and)
-
-    def __or__(self, other):
-        return self._binary(other, np.bitwise_or)
-
-    def __lshift__(self, other):
-        return self._binary(other, np.left_shift)
-
-    def __rshift__(self, other):
-        return self._binary(other, np.right_shift)
-
-    def __floordiv__(self, other):
-        return self._binary(other, np.floor_divide)
-
-    def __mod__(self, other):
-        return self._binary(other, np.remainder)
-
-    def __lt__(self, other):
-        return self._binary(other, np.less)
-
-    def __ge__(self, other):
-        return self._binary(other, np.greater_equal)
-
-    def equals(self, other):
-        return self._binary(other, np.equal)
-
-    def as_f32(self):
-        return Register(self.lanes.view(np.float32))
-
-    def as_i32(self):
-        return Register(self.lanes.view(np.uint32))
-
-    def widened(self):
-        return Register(self.lanes.astype(np.uint64))
 
 
 class Shared:
@@ -98,14 +46,15 @@ class Launch:
     arrays: in global memory, written in place when the launch is over.
     """
 
-    def __init__(self, blocks: int, warps: int, cluster: int, arrays, shared_words: int):
+    def __init__(self, blocks: int, warps: int, cluster: int, arrays, shared_words: list[int]):
         self.threads, self.warps, self.cluster = 32 * warps, warps, cluster
         self.count = blocks * self.threads
         thread = np.arange(self.count)
         self.block, self.thread = thread // self.threads, thread % self.threads
         self.warp = thread // 32
         self.mask = np.ones(self.count, bool)
-        self.shared = Shared(blocks, shared_words)
+        self.shared_starts = [4 * sum(shared_words[:i]) for i in range(len(shared_words))]
+        self.shared = Shared(blocks, sum(shared_words))
         self.arrays, self.starts, at = list(arrays), [], GUARD
         for array in self.arrays:
             self.starts.append(at)
@@ -116,13 +65,15 @@ class Launch:
             self.exists[start : start + array.nbytes] = True
 
     def run(self, program) -> None:
-        program(*range(len(self.arrays)), None)
+        program(*range(len(self.arrays)), *range(len(self.shared_starts)))
         for array, start in zip(self.arrays, self.starts, strict=True):
             array.reshape(-1).view(np.uint8)[:] = self.memory[start : start + array.nbytes]
 
-    def names(self) -> list[str]:
-        """Of the functions that stand in for those of `jaxserve.ptx`."""
-        return [name for name in dir(self) if not name.startswith("_") and callable(getattr(self, name))]
+    def install(self, monkeypatch, modules) -> None:
+        """This launch in the place of `jaxserve.ptx` for these modules."""
+        names = [name for name in dir(self) if not name.startswith("_") and callable(getattr(self, name))]
+        functions = {name: getattr(self, name) for name in names} | {"Register": Register}
+        install(monkeypatch, functions, modules)
 
     def _full(self, value, dtype):
         return Register(np.full(self.count, value, dtype))
@@ -172,24 +123,45 @@ class Launch:
         return self._full(self.starts[ref], np.uint64)
 
     def shared_address(self, ref):
-        return self.constant(0)
+        return self.constant(self.shared_starts[ref])
 
     # ---- memory
 
-    def load_ahead(self, address, offset, count):
+    def _bytes(self, address, offset, nbytes):
+        """Where every thread's bytes lie in memory: checked for those that take part."""
         at = np.where(self.mask, address.lanes.astype(np.int64) + offset, GUARD)
-        at = at[:, None] + np.arange(4 * count)
-        assert self.exists[at[self.mask]].all(), "read outside of the arrays"
-        assert (at[self.mask, 0] % (4 * count) == 0).all(), "misaligned"
-        words = self.memory[at].view(np.uint32)
+        at = at[:, None] + np.arange(nbytes)
+        assert self.exists[at[self.mask]].all(), "outside of the arrays"
+        assert (at[self.mask, 0] % min(nbytes, 16) == 0).all(), "misaligned"
+        return at
+
+    def load_ahead(self, address, offset, count):
+        words = self.memory[self._bytes(address, offset, 4 * count)].view(np.uint32)
         return [Register(words[:, i].copy()) for i in range(count)]
 
+    def load_ahead_where(self, predicate, address, offset, count):
+        with self.when(predicate):
+            words = self.load_ahead(address, offset, count)
+            return [Register(np.where(self.mask, word.lanes, np.uint32(0))) for word in words]
+
+    def load_byte_ahead(self, address):
+        return Register(self.memory[self._bytes(address, 0, 1)[:, 0]].astype(np.uint32))
+
+    def store_global_where(self, predicate, address, offset, values):
+        with self.when(predicate):
+            self.store_global(address, offset, values)
+
+    def bulk_copy_kept(self, target, source, nbytes, barrier):
+        for size in np.unique(nbytes.lanes[self.mask]):
+            with self.when(nbytes.equals(size)):
+                words = self.memory[self._bytes(source, 0, int(size))].view(np.uint32)
+                for i in range(int(size) // 4):
+                    self.store_shared(target, 4 * i, [Register(words[:, i])])
+                self._arrived(barrier, int(size))
+
     def store_global(self, address, offset, values):
-        at = address.lanes[self.mask].astype(np.int64) + offset
-        assert (at % (4 * len(values)) == 0).all(), "misaligned"
-        at = at[:, None] + np.arange(4 * len(values))
-        assert self.exists[at].all(), "write outside of the arrays"
-        words = np.stack([v.lanes[self.mask] for v in values], 1)
+        at = self._bytes(address, offset, 4 * len(values))[self.mask]
+        words = np.stack([v.lanes[self.mask].view(np.uint32) for v in values], 1)
         self.memory[at] = np.ascontiguousarray(words).view(np.uint8)
 
     def _shared_words(self, address, offset, count):
@@ -217,10 +189,14 @@ class Launch:
             self.shared.write(block, word + i, self.warp[self.mask], bits)
 
     def send_peer(self, address, values, barrier):
-        """Counted by the mbarrier, a word of shared memory here."""
+        assert self.cluster > 1, "an illegal instruction outside a cluster"
         self.store_shared(address, 0, values)
+        self._arrived(barrier, 4 * len(values))
+
+    def _arrived(self, barrier, nbytes):
+        """Counted by the mbarrier, a word of shared memory here."""
         block, word = self._shared_words(barrier, 0, 2)
-        np.subtract.at(self.shared.words, (block, word), np.uint32(4 * len(values)))
+        np.subtract.at(self.shared.words, (block, word), np.uint32(nbytes))
 
     def barrier_init(self, barrier):
         block, word = self._shared_words(barrier, 0, 2)
@@ -316,9 +292,7 @@ class Launch:
         return [(word << 16).as_f32(), (word & 0xFFFF0000).as_f32()]
 
     def pack_bf16x2(self, low, high):
-        bits = np.stack([low.lanes, high.lanes], 1).view(np.uint32).astype(np.uint64)
-        rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint32)  # to nearest even
-        return Register(rounded[:, 0] | rounded[:, 1] << 16)
+        return Register(rounded_to_bf16(low.lanes, high.lanes))
 
     def choose_bytes(self, a, b, selector):
         source = np.stack([a.lanes, b.lanes], 1).view(np.uint8)
@@ -343,3 +317,32 @@ class Launch:
         with np.errstate(all="ignore"):
             total = (total + left @ right).astype(np.float32)
         return [Register(total[:, row, column].reshape(-1)) for row, column in places]
+
+    def mma_tf32(self, c, a, b):
+        """c + a @ b with the low bits of a and b cut off, summed in f64 and rounded once."""
+
+        def dealt(registers):
+            words = np.stack([r.lanes.reshape(-1, 8, 4) for r in registers], 1)
+            return (words.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+
+        a, b, warps = dealt(a), dealt(b), self.count // 32  # [warps, registers, g, t]
+        left = a.reshape(warps, 2, 2, 8, 4).transpose(0, 2, 3, 1, 4).reshape(warps, 16, 8)
+        right = b.transpose(0, 1, 3, 2).reshape(warps, 8, 8)
+        product = (left @ right).reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)
+        return [Register((x.lanes + p).astype(np.float32)) for x, p in zip(c, product, strict=True)]
+
+
+def emulated(monkeypatch, modules):
+    """Stands in for `ops.mosaic.launch.launch`: runs the program here."""
+
+    def launch(program, updated, read, *, blocks, warps, cluster=1, out_types, scratch_types, **_):
+        arrays = [np.array(x) for x in (*updated, *read)]
+        arrays += [np.full(out.shape, np.nan, out.dtype) for out in out_types]
+        words = [a.view(np.uint16) if a.dtype.itemsize == 2 else a for a in arrays]
+        run = Launch(blocks, warps, cluster, words, [scratch.shape[0] for scratch in scratch_types])
+        run.install(monkeypatch, modules)
+        run.run(program)
+        after = [jnp.asarray(a) for a in arrays]
+        return after[: len(updated)], after[len(arrays) - len(out_types) :]
+
+    return launch

@@ -7,57 +7,15 @@ copies, barriers and stores belong to the GPU tests.
 
 import numpy as np
 
+from tests import emulated_register
+
 LANES = np.arange(32)
 G, T = LANES // 4, LANES % 4
 
 
-class Register:
+class Register(emulated_register.Register):
     def __init__(self, lanes):
-        self.lanes = np.broadcast_to(lanes, 32)
-
-    def _binary(self, other, operation):
-        other = other.lanes if isinstance(other, Register) else self.lanes.dtype.type(other)
-        with np.errstate(over="ignore"):
-            return Register(operation(self.lanes, other))
-
-    def __add__(self, other):
-        return self._binary(other, np.add)
-
-    def __sub__(self, other):
-        return self._binary(other, np.subtract)
-
-    def __mul__(self, other):
-        return self._binary(other, np.multiply)
-
-    def __and__(self, other):
-        return self._binary(other, np.bitwise_and)
-
-    def __or__(self, other):
-        return self._binary(other, np.bitwise_or)
-
-    def __xor__(self, other):
-        return self._binary(other, np.bitwise_xor)
-
-    def __lshift__(self, other):
-        return self._binary(other, np.left_shift)
-
-    def __rshift__(self, other):
-        return self._binary(other, np.right_shift)
-
-    def __lt__(self, other):
-        return self._binary(other, np.less)
-
-    def __ge__(self, other):
-        return self._binary(other, np.greater_equal)
-
-    def equals(self, other):
-        return self._binary(other, np.equal)
-
-    def as_f32(self):
-        return Register(self.lanes.view(np.float32))
-
-    def as_i32(self):
-        return Register(self.lanes.view(np.uint32))
+        super().__init__(np.broadcast_to(lanes, 32))
 
 
 def _halves(register):
@@ -173,9 +131,7 @@ def unpack_bf16x2(word):
 
 
 def pack_bf16x2(low, high):
-    bits = np.stack([low.lanes, high.lanes], 1).view(np.uint32).astype(np.uint64)
-    rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint32)  # to nearest even
-    return Register(rounded[:, 0] | rounded[:, 1] << 16)
+    return Register(emulated_register.rounded_to_bf16(low.lanes, high.lanes))
 
 
 def and_or(word, mask, other):
@@ -209,3 +165,9 @@ def mma(c, a, b, of="f16"):
         total[G + 8 * (i // 2), 2 * T + i % 2] = register.lanes
     total = (total + product).astype(np.float32)
     return [Register(total[G + 8 * (i // 2), 2 * T + i % 2]) for i in range(4)]
+
+
+def install(monkeypatch, *modules):
+    """One warp in the place of `jaxserve.ptx` for these modules."""
+    functions = {name: value for name, value in globals().items() if not name.startswith("_")}
+    emulated_register.install(monkeypatch, functions, modules)

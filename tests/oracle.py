@@ -1,4 +1,4 @@
-"""The reference outputs under tests/data, and the rule by which greedy tokens are compared."""
+"""The reference outputs under tests/data, and the rules by which results are compared with them."""
 
 import functools
 import json
@@ -30,6 +30,12 @@ def tiny_logits(name: str) -> dict[str, np.ndarray]:
 def generations(name: str) -> list[dict]:
     """Prompts with reference generations of a real model: "smollm2" or "gemma3"."""
     return json.loads((DATA / f"{name}.gen.json").read_text())["prompts"]
+
+
+def relative_error(found, exact) -> float:
+    """‖found − exact‖ / ‖exact‖ in float64."""
+    found, exact = (np.asarray(x, np.float64) for x in (found, exact))
+    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
 
 
 def assert_same_up_to_near_tie(tokens, expected, gaps, margin: float) -> int:

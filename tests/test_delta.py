@@ -1,11 +1,15 @@
 """The gated delta rule: one token and chunks against the plain recurrence, in float32 and in float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve.ops import delta
+from tests import delta_rule
+from tests.oracle import relative_error
 
 B, H, DK, DV = 2, 3, 16, 8
 chunked = jax.jit(delta.delta_chunked, static_argnames="chunk")
@@ -13,22 +17,9 @@ scan = jax.jit(delta.delta_scan_reference)
 step = jax.jit(delta.delta_step)
 
 
-def random_inputs(length, *, seed=0, batch=B, g=None, repeated=False):
-    """state, q, k, v, g, beta in f32: q, k of norm 1, q scaled. repeated: almost equal keys."""
-    rng = np.random.default_rng(seed)
-    state = rng.normal(size=(batch, H, DV, DK))
-    q, k = (rng.normal(size=(batch, length, H, DK)) for _ in "qk")
-    if repeated:
-        k = k[:, :1] + 0.01 * k
-    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    v = rng.normal(size=(batch, length, H, DV))
-    g = (
-        -rng.exponential(0.1, size=(batch, length, H))
-        if g is None
-        else np.broadcast_to(g, (batch, length, H))
-    )
-    beta = rng.uniform(0.9 if repeated else 0.0, 1.0, size=(batch, length, H))
-    return [np.asarray(x, np.float32) for x in (state, q / np.sqrt(DK), k, v, g, beta)]
+random_inputs = functools.partial(
+    delta_rule.random_inputs, batch=B, key_heads=H, heads=H, key_dim=DK, value_dim=DV
+)
 
 
 def float64(state, q, k, v, g, beta):
@@ -43,10 +34,6 @@ def float64(state, q, k, v, g, beta):
         s = s + beta[:, t] * np.swapaxes(k[:, t], -1, -2) * error
         out[:, t] = q[:, t] @ s
     return out[..., 0, :], np.swapaxes(s, -1, -2)
-
-
-def relative_error(found, exact):
-    return np.linalg.norm(np.asarray(found, np.float64) - exact) / np.linalg.norm(exact)
 
 
 def assert_close(found, exact, bound=2e-6):

@@ -19,8 +19,9 @@ from jaxserve.ops.mosaic import (
     attention_tile,
     attention_token,
 )
-from tests.attention_decode import LAYERS, error, plain, random_case
-from tests.emulated_launch import Launch
+from tests.attention_decode import LAYERS, plain, random_case
+from tests.emulated_launch import emulated
+from tests.oracle import relative_error
 
 EXACT = 1e-5  # f32 sums in another order; bf16 halves of q and of the weights keep 16 bits
 MODULES = (
@@ -38,19 +39,7 @@ MODULES = (
 def emulate(monkeypatch):
     """decode_attention on an emulated launch."""
 
-    def launch(program, updated, read, *, blocks, warps, cluster, out_types, scratch_types, **_):
-        arrays = [np.array(x) for x in (*updated, *read)]
-        arrays += [np.full(out.shape, np.nan, out.dtype) for out in out_types]
-        words = [a.view(np.uint16) if a.dtype.itemsize == 2 else a for a in arrays]
-        emulated = Launch(blocks, warps, cluster, words, scratch_types[0].shape[0])
-        for module in MODULES:
-            for name in emulated.names():
-                if hasattr(module, name):
-                    monkeypatch.setattr(module, name, getattr(emulated, name))
-        emulated.run(program)
-        return [jnp.asarray(a) for a in arrays[: len(updated)]], [jnp.asarray(arrays[-1])]
-
-    monkeypatch.setattr(attention, "launch", launch)
+    monkeypatch.setattr(attention, "launch", emulated(monkeypatch, MODULES))
     return attention.decode_attention.__wrapped__
 
 
@@ -61,15 +50,15 @@ def both_forms(emulate, case):
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_launch_agrees_with_the_plain_form(name, emulate):
     found, exact = both_forms(emulate, random_case(**LAYERS[name]))
-    assert error(found[2], exact[2]) < EXACT
+    assert relative_error(found[2], exact[2]) < EXACT
     for cache, wanted in zip(found[:2], exact[:2], strict=True):
-        assert cache.dtype == wanted.dtype and error(cache, wanted) < EXACT
+        assert cache.dtype == wanted.dtype and relative_error(cache, wanted) < EXACT
 
 
 @pytest.mark.parametrize("position", [0, 15, 16, 127, 128, 511])
 def test_every_length_of_a_row_is_read_to_its_end(position, emulate):
     found, exact = both_forms(emulate, random_case([position], heads=4, kv_heads=1, dim=64))
-    assert error(found[2], exact[2]) < EXACT
+    assert relative_error(found[2], exact[2]) < EXACT
 
 
 def test_a_rows_bits_do_not_depend_on_what_its_neighbours_hold(emulate):
@@ -90,7 +79,7 @@ def test_a_row_has_the_same_bits_alone_where_it_has_as_many_blocks(emulate):
 def test_spare_and_inactive_lanes_change_nothing_and_put_out_zeros(emulate):
     case = random_case([9, 200, 3], rows=[0, 3, 1], slots=3, active=[False, True, True])
     found, exact = both_forms(emulate, case)
-    assert not found[2][:2].any() and error(found[2][2], exact[2][2]) < EXACT
+    assert not found[2][:2].any() and relative_error(found[2][2], exact[2][2]) < EXACT
     for before, after, wanted in zip(case.arguments[5:7], found[:2], exact[:2], strict=True):
         np.testing.assert_array_equal(after, wanted)
         np.testing.assert_array_equal(after[:, 0], before[:, 0])
@@ -99,7 +88,7 @@ def test_spare_and_inactive_lanes_change_nothing_and_put_out_zeros(emulate):
 def test_a_position_past_the_capacity_is_not_kept(emulate):
     case = random_case([64, 70], capacity=64)
     found, exact = both_forms(emulate, case)
-    assert error(found[2], exact[2]) < EXACT
+    assert relative_error(found[2], exact[2]) < EXACT
     for before, after in zip(case.arguments[5:7], found[:2], strict=True):
         np.testing.assert_array_equal(after, before)
 
@@ -124,7 +113,7 @@ def test_large_scores_do_not_overflow(emulate):
     parts, bias, *rest = case.arguments
     bias = bias.at[:64].set(30_000.0)
     found, exact = both_forms(emulate, case._replace(arguments=(parts, bias, *rest)))
-    assert error(found[2], exact[2]) < 1e-3  # scores of millions: f32 itself keeps no more
+    assert relative_error(found[2], exact[2]) < 1e-3  # scores of millions: f32 itself keeps no more
 
 
 # ---- plans

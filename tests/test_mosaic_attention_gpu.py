@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxserve.ops.mosaic import attention
-from tests.attention_decode import LAYERS, error, plain, random_case
+from tests.attention_decode import LAYERS, plain, random_case
+from tests.oracle import relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +36,7 @@ def test_every_kind_of_layer_agrees_with_the_plain_form(name):
     case = random_case(**LAYERS[name])
     found, exact = run(case), plain(case)
     for x, wanted in zip(found, exact, strict=True):
-        assert error(x.astype(np.float32), wanted.astype(np.float32)) < EXACT
+        assert relative_error(x.astype(np.float32), wanted.astype(np.float32)) < EXACT
 
 
 @pytest.mark.parametrize("positions", [[0], [100], [4095], [4000, 3, 255, 256, 1023, 2048, 129, 77]], ids=str)
@@ -43,7 +44,7 @@ def test_every_kind_of_layer_agrees_with_the_plain_form(name):
 def test_real_shapes_agree_at_every_depth_and_repeat_their_bits(shape, positions):
     case = random_case(positions, capacity=4096, **SHAPES[shape])
     found, exact = run(case), plain(case)
-    assert error(found[2], exact[2]) < EXACT
+    assert relative_error(found[2], exact[2]) < EXACT
     for _ in range(REPEATS):
         assert (run(case)[2] == found[2]).all()
 
@@ -59,22 +60,22 @@ def test_a_rows_bits_do_not_depend_on_what_its_neighbours_hold(shape):
 
 def test_long_contexts_agree():
     case = random_case([32_000], capacity=32_768, **SHAPES["qwen2.5-7b"])
-    assert error(run(case)[2], plain(case)[2]) < EXACT
+    assert relative_error(run(case)[2], plain(case)[2]) < EXACT
 
 
 def test_many_rows_of_different_length_agree():
     positions = np.random.default_rng(0).integers(0, 1024, 64).tolist()
     case = random_case(positions, capacity=1024, **SHAPES["qwen2.5-1.5b"])
-    assert error(run(case)[2], plain(case)[2]) < EXACT
+    assert relative_error(run(case)[2], plain(case)[2]) < EXACT
 
 
 def test_spare_and_inactive_lanes_change_nothing_and_put_out_zeros():
     case = random_case([9, 200, 3], rows=[0, 3, 1], slots=3, active=[False, True, True])
     found, exact = run(case), plain(case)
-    assert not found[2][:2].any() and error(found[2][2], exact[2][2]) < EXACT
+    assert not found[2][:2].any() and relative_error(found[2][2], exact[2][2]) < EXACT
     for before, after, wanted in zip(case.arguments[5:7], found[:2], exact[:2], strict=True):
         assert (after[:, 0] == before[:, 0]).all()
-        assert error(after.astype(np.float32), wanted.astype(np.float32)) < EXACT
+        assert relative_error(after.astype(np.float32), wanted.astype(np.float32)) < EXACT
 
 
 def test_the_caches_are_not_copied():

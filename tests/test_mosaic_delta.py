@@ -1,4 +1,4 @@
-"""The fused delta kernel without a GPU: its whole launch on an emulated grid, its lowering, its aliases.
+"""The fused delta kernel without a GPU: its whole launch, emulated, its lowering, its aliases.
 
 What only a GPU can show (barriers, speed) is in test_mosaic_delta_gpu.py.
 """
@@ -17,49 +17,24 @@ from jaxserve.ops.mosaic import delta as kernel
 from jaxserve.ops.mosaic import recurrence
 from tests import delta_decode as layers
 from tests.delta_decode import EPS, GROUPED, QWEN35, TILED
-from tests.emulated_grid import Grid
+from tests.emulated_launch import Launch, emulated
+from tests.oracle import relative_error
 
 NARROW = Delta(conv_width=2, key_heads=1, value_heads=1, key_dim=128, value_dim=32, grouped=False)
 
 
 @pytest.fixture
 def emulate(monkeypatch):
-    """Stands in for `launch`: runs the program on an emulated grid."""
+    """Stands in for `launch`: runs the program on an emulated launch."""
 
-    def launch(program, updated, read, *, blocks, warps, cluster, out_types, scratch_types, **_):
-        arrays = [*updated, *read, *(np.full(o.shape, np.nan, o.dtype) for o in out_types)]
-        arrays = [np.asarray(a) for a in arrays]
-        grid = Grid(blocks, 32 * warps, cluster, arrays, [s.shape[0] for s in scratch_types])
-        for name, function in grid.functions().items():
-            for module in (ptx, kernel, recurrence):
-                if hasattr(module, name):
-                    monkeypatch.setattr(module, name, function)
-        program(*range(len(arrays)), *range(len(scratch_types)))
-        after = [grid.array(i, a) for i, a in enumerate(arrays)]
-        return after[: len(updated)], after[len(arrays) - len(out_types) :]
-
-    monkeypatch.setattr(kernel, "launch", launch)
+    monkeypatch.setattr(kernel, "launch", emulated(monkeypatch, (ptx, kernel, recurrence)))
     return kernel.decode_delta.__wrapped__
-
-
-def relative_error(found, exact):
-    found, exact = (np.asarray(x, np.float64) for x in (found, exact))
-    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
-
-
-def lanes(rows, start, active):
-    return (
-        jnp.int32(1),
-        jnp.asarray(rows, jnp.int32),
-        jnp.asarray(start, jnp.int32),
-        jnp.asarray(active, bool),
-    )
 
 
 def both_forms(emulate, d, *, rows, start, active, cut=None, spread=None, slots=3, memory=None):
     parts, layer = layers.random_parts(d, len(rows), 0, cut), layers.random_layer(d)
     memory = layers.random_memory(d, 2, slots) if memory is None else memory
-    where = lanes(rows, start, active)
+    where = layers.lanes(rows, start, active)
     found = emulate(parts, *layer, *memory, *where, config=d, eps=EPS, spread=spread)
     return found, layers.plain(parts, *layer, *map(jnp.copy, memory), *where, config=d, eps=EPS)
 
@@ -120,11 +95,8 @@ def test_a_row_at_its_start_does_not_see_what_the_slot_held(emulate):
 
 def test_softplus_keeps_the_relative_precision_of_small_values(emulate, monkeypatch):
     x = np.linspace(-60, 60, 1024, dtype=np.float32)
-    grid = Grid(1, len(x), 1, [], [])
-    for name, function in grid.functions().items():
-        if hasattr(recurrence, name):
-            monkeypatch.setattr(recurrence, name, function)
-    found = recurrence.softplus(recurrence.Register(x)).values
+    Launch(1, len(x) // 32, 1, [], []).install(monkeypatch, [ptx, recurrence])
+    found = recurrence.softplus(recurrence.Register(x)).lanes
     np.testing.assert_allclose(found, np.logaddexp(0, x.astype(np.float64)), rtol=5e-6)
 
 

@@ -4,13 +4,13 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve.ops.mosaic.delta import Plan, decode_delta
 from tests import delta_decode as layers
 from tests.delta_decode import EPS, GROUPED, QWEN35, TILED
+from tests.oracle import relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -31,16 +31,6 @@ fused = jax.jit(
 plain = functools.partial(layers.plain, eps=EPS)
 
 
-def lanes(rows, start, active, rank=1):
-    i32 = functools.partial(jnp.asarray, dtype=jnp.int32)
-    return i32(rank), i32(rows), i32(start), jnp.asarray(active, bool)
-
-
-def relative_error(found, exact):
-    found, exact = (np.asarray(x, np.float64) for x in (found, exact))
-    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
-
-
 def same(found, expected):
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_array_equal(x, y)
@@ -54,7 +44,7 @@ def test_steps_equal_the_plain_form(shape, batch):
     rows = np.random.default_rng(batch).permutation(slots)[:batch]
     for step in range(5):
         parts = layers.random_parts(d, batch, step)
-        where = lanes(rows, step + 2 * np.arange(batch), [True] * batch)  # the first row begins
+        where = layers.lanes(rows, step + 2 * np.arange(batch), [True] * batch)  # the first row begins
         *memory, out = fused(parts, *layer, *memory, *where, config=d)
         *expected, wanted = plain(parts, *layer, *expected, *where, config=d)
         assert relative_error(out, wanted) < 1e-5
@@ -66,13 +56,17 @@ def test_a_row_has_the_same_bits_alone_among_others_and_on_every_call():
     d, batch = QWEN35, 8
     layer, parts = layers.random_layer(d), layers.random_parts(d, batch, 0)
     memory = functools.partial(layers.random_memory, d, 2, batch)
-    together = fused(parts, *layer, *memory(), *lanes(range(batch), [4] * batch, [True] * batch), config=d)
+    together = fused(
+        parts, *layer, *memory(), *layers.lanes(range(batch), [4] * batch, [True] * batch), config=d
+    )
     for _ in range(REPEATS):
-        again = fused(parts, *layer, *memory(), *lanes(range(batch), [4] * batch, [True] * batch), config=d)
+        again = fused(
+            parts, *layer, *memory(), *layers.lanes(range(batch), [4] * batch, [True] * batch), config=d
+        )
         same(again, together)
     for row in (0, 7):
         one = tuple(part[row : row + 1] for part in parts)
-        conv, delta, out = fused(one, *layer, *memory(), *lanes([row], [4], [True]), config=d)
+        conv, delta, out = fused(one, *layer, *memory(), *layers.lanes([row], [4], [True]), config=d)
         same(
             (conv[1, row], delta[1, row], out[0]),
             (together[0][1, row], together[1][1, row], together[2][row]),
@@ -82,7 +76,7 @@ def test_a_row_has_the_same_bits_alone_among_others_and_on_every_call():
 @pytest.mark.parametrize("spread", [(1, 16, 2), (2, 8, 2), (4, 4, 2), (4, 8, 1)], ids=str)
 def test_the_spread_over_blocks_changes_no_bit(spread):
     d, layer, parts = QWEN35, layers.random_layer(QWEN35), layers.random_parts(QWEN35, 2, 0)
-    where = lanes([1, 0], [4, 4], [True, True])
+    where = layers.lanes([1, 0], [4, 4], [True, True])
     usual = fused(parts, *layer, *layers.random_memory(d, 2, 2), *where, config=d)
     same(fused(parts, *layer, *layers.random_memory(d, 2, 2), *where, config=d, spread=Plan(*spread)), usual)
 
@@ -90,7 +84,7 @@ def test_the_spread_over_blocks_changes_no_bit(spread):
 def test_frozen_and_spare_lanes_leave_the_memory_alone():
     d, slots = QWEN35, 4
     layer, parts = layers.random_layer(d), layers.random_parts(d, 4, 0)
-    where = lanes([2, 0, slots, 3], [5, 0, 0, 5], [True, False, True, True])
+    where = layers.lanes([2, 0, slots, 3], [5, 0, 0, 5], [True, False, True, True])
     conv, delta, out = fused(parts, *layer, *layers.random_memory(d, 3, slots), *where, config=d)
     for found, before in zip((conv, delta), layers.random_memory(d, 3, slots), strict=True):
         same((found[0], found[2], found[1, :2]), (before[0], before[2], before[1, :2]))
@@ -106,7 +100,7 @@ def test_a_step_of_many_layers_copies_no_state():
         total = 0.0
         for rank in range(count):
             conv, delta, out = decode_delta(
-                parts, *layer, conv, delta, *lanes([0], [4], [True], rank), config=d, eps=EPS
+                parts, *layer, conv, delta, *layers.lanes([0], [4], [True], rank), config=d, eps=EPS
             )
             total = total + out
         return conv, delta, total

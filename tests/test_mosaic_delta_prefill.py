@@ -1,4 +1,4 @@
-"""The two prefill kernels of the delta rule without a GPU: launched on an emulated grid, lowered for CUDA."""
+"""The two prefill kernels of the delta rule without a GPU: in an emulated launch, lowered for CUDA."""
 
 import jax
 import jax.numpy as jnp
@@ -8,23 +8,11 @@ import pytest
 from jaxserve import ptx
 from jaxserve.ops import delta
 from jaxserve.ops.mosaic import delta_carry, delta_chunks, delta_prefill, tf32
-from tests.emulated_grid import Grid
+from tests.delta_rule import random_inputs
+from tests.emulated_launch import emulated
+from tests.oracle import relative_error
 
 DIM = 128
-
-
-def random_inputs(length, *, batch=1, key_heads=1, heads=2, seed=0, g=None, repeated=False):
-    """state, q, k, v, g, beta in f32: q, k of norm 1, q scaled. repeated: almost equal keys."""
-    rng = np.random.default_rng(seed)
-    state = rng.normal(size=(batch, heads, DIM, DIM))
-    q, k = (rng.normal(size=(batch, length, key_heads, DIM)) for _ in "qk")
-    if repeated:
-        k = k[:, :1] + 0.01 * k
-    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    v = rng.normal(size=(batch, length, heads, DIM))
-    g = -rng.exponential(0.1, size=(batch, length, heads)) if g is None else g
-    beta = rng.uniform(0.9 if repeated else 0.0, 1.0, size=(batch, length, heads))
-    return [np.asarray(x, np.float32) for x in (state, q / np.sqrt(DIM), k, v, g, beta)]
 
 
 @jax.jit
@@ -45,27 +33,11 @@ def plain(state, q, k, v, g, beta, count, grouped):
 
 @pytest.fixture
 def emulate(monkeypatch):
-    """Stands in for `launch`: runs each program on an emulated grid."""
+    """Stands in for `launch`: runs each program on an emulated launch."""
 
-    def launch(program, updated, read, *, blocks, warps, out_types, scratch_types, **_):
-        arrays = [*updated, *read, *(np.full(o.shape, np.nan, o.dtype) for o in out_types)]
-        arrays = [np.asarray(a) for a in arrays]
-        grid = Grid(blocks, 32 * warps, 1, arrays, [s.shape[0] for s in scratch_types])
-        for name, function in grid.functions().items():
-            for module in (ptx, delta_chunks, delta_carry, tf32):
-                if hasattr(module, name):
-                    monkeypatch.setattr(module, name, function)
-        program(*range(len(arrays)), *range(len(scratch_types)))
-        after = [grid.array(i, a) for i, a in enumerate(arrays)]
-        return after[: len(updated)], after[len(arrays) - len(out_types) :]
-
-    monkeypatch.setattr(delta_prefill, "launch", launch)
+    modules = (ptx, delta_chunks, delta_carry, tf32)
+    monkeypatch.setattr(delta_prefill, "launch", emulated(monkeypatch, modules))
     return delta_prefill.prefill_delta.__wrapped__
-
-
-def relative_error(found, exact):
-    found, exact = (np.asarray(x, np.float64) for x in (found, exact))
-    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
 
 
 def assert_equals_plain(emulate, inputs, count, grouped=False, bound=2e-6):

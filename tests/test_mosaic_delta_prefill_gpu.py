@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from jaxserve.ops.mosaic.delta_prefill import prefill_delta
-from tests.test_mosaic_delta_prefill import assert_equals_plain, random_inputs
+from tests.delta_rule import random_inputs
+from tests.test_mosaic_delta_prefill import assert_equals_plain
 
 pytestmark = pytest.mark.gpu
 

@@ -96,10 +96,7 @@ def test_matrices_without_a_record_form_are_refused_with_the_reason():
 
 @pytest.fixture
 def warp(monkeypatch):
-    for module in (ptx, products, activations):
-        for name in dir(emulated_warp):
-            if hasattr(module, name) and not name.startswith("_"):
-                monkeypatch.setattr(module, name, getattr(emulated_warp, name))
+    emulated_warp.install(monkeypatch, ptx, products, activations)
     return emulated_warp
 
 

@@ -20,10 +20,7 @@ TYPES = list(LAYOUTS)
 
 @pytest.fixture
 def warp(monkeypatch):
-    for module in (ptx, products, weights):
-        for name in dir(emulated_warp):
-            if hasattr(module, name) and not name.startswith("_"):
-                monkeypatch.setattr(module, name, getattr(emulated_warp, name))
+    emulated_warp.install(monkeypatch, ptx, products, weights)
     return emulated_warp
 
 
