@@ -8,6 +8,11 @@ REACH_FACTOR = 4
 SCORE_CHUNK = 64  # tokens of a teacher-forced call: its logits are [64, V] f32
 
 
+def chunk_sizes(platform: str) -> tuple[int, ...]:
+    """Tokens of a prefill call on a JAX platform ("cpu", "gpu"), ascending."""
+    return CHUNKS.get(platform, CHUNKS["gpu"])
+
+
 @dataclasses.dataclass(frozen=True)
 class Buckets:
     """The compiled sizes of an engine, ascending."""
@@ -23,7 +28,7 @@ class Buckets:
         """Sizes for a context, a number of slots and a JAX platform ("cpu", "gpu"). pinned: one of lanes;
         one_reach: attention needs no choice of reaches.
         """
-        chunks = tuple(size for size in CHUNKS.get(platform, CHUNKS["gpu"]) if size < context) or (context,)
+        chunks = tuple(size for size in chunk_sizes(platform) if size < context) or (context,)
         reaches, reach = [], FIRST_REACH
         while reach < context and not one_reach:
             reaches.append(reach)

@@ -3,8 +3,10 @@
 import dataclasses
 from types import SimpleNamespace
 
+import jax
 import pytest
 
+from jaxserve.buckets import chunk_sizes
 from jaxserve.cli import measure
 from jaxserve.cli.footprint import Footprint
 from jaxserve.cli.measure import decode_runs, prompt_runs, tokens_needed, traffic
@@ -126,9 +128,15 @@ def test_decode_runs_that_do_not_fit_name_the_context_they_need():
         decode_runs(Clockwork(context=60), 20, repetitions=3, rows=4, depth=30)
 
 
+def test_the_context_has_room_for_the_smallest_chunks_of_later_prompts():
+    smallest = chunk_sizes(jax.default_backend())[0]
+    needed = {rows: tokens_needed(4 * smallest, 8, repetitions=1, rows=rows) for rows in (1, 4)}
+    assert needed[4] - needed[1] == 3 * 4
+
+
 @pytest.mark.parametrize(("rows", "depth"), [(1, 1), (2, 40)])
 def test_decode_runs_fit_the_context_they_ask_for(rows, depth):
-    needed = tokens_needed(depth, 5, repetitions=2, rows=rows, chunk=32)
+    needed = tokens_needed(depth, 5, repetitions=2, rows=rows)
     engine = scripted(slots=2, context=128, reuse=False)
     assert needed <= engine.context
     runs = decode_runs(engine, 5, repetitions=2, rows=rows, depth=depth)

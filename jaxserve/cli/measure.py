@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 
 import jaxserve
+from jaxserve.buckets import chunk_sizes
 from jaxserve.cli.flags import made_up_prompt
 from jaxserve.cli.footprint import footprints
 from jaxserve.cli.traffic import step_bytes
@@ -109,11 +110,11 @@ def decode_runs(
     return runs
 
 
-def tokens_needed(depth: int, generate: int, *, repetitions: int, rows: int = 1, chunk: int = 64) -> int:
-    """The context `decode_runs` needs. Rows that begin early have run on for a step per prompt chunk (at
-    least `chunk` tokens) of the later ones.
+def tokens_needed(depth: int, generate: int, *, repetitions: int, rows: int = 1) -> int:
+    """The context `decode_runs` needs. Rows that begin early have run on for a step per prompt chunk of the
+    later ones, which may all be of the smallest size.
     """
-    begun_before = (rows - 1) * -(-max(depth, 1) // chunk)
+    begun_before = (rows - 1) * -(-max(depth, 1) // chunk_sizes(jax.default_backend())[0])
     return max(depth, 1) + begun_before + WARM_UP_TOKENS + generate * repetitions + 2
 
 
