@@ -31,7 +31,7 @@ class Rows(Protocol):
 
     def read_end(self, slot: int) -> End: ...
 
-    def write_block(self, slot: int, start: int, count: int, block: jax.Array) -> None: ...
+    def write_blocks(self, slot: int, start: int, count: int, blocks: Sequence[jax.Array]) -> None: ...
 
     def write_end(self, slot: int, tokens: np.ndarray, end: End) -> None: ...
 
@@ -73,21 +73,32 @@ class HostTier:
         )
 
     def restore(self, rows: Rows, slot: int, match: Match, *, keep: int = 0) -> None:
-        """Put a match into a slot whose first `keep` tokens have their attention rows already."""
-        self.index.pin(match)
+        """Put a match into a slot whose first `keep` tokens have their attention rows already.
+
+        What travels next has left before what has arrived is written: on the device a copy waits for the
+        programs before it.
+        """
+        is_missing = keep < match.length and self.index.block_bytes
+        first, last = keep // BLOCK_TOKENS, len(match.nodes) if is_missing else 0
         staged = deque()
+
+        def write() -> Sequence[jax.Array]:
+            begin, blocks = staged.popleft()
+            start = begin * BLOCK_TOKENS
+            count = min(len(blocks) * BLOCK_TOKENS, match.length - start)
+            rows.write_blocks(slot, start, count, blocks)
+            return blocks
+
+        self.index.pin(match)
         try:
-            is_missing = keep < match.length and self.index.block_bytes
-            first, last = keep // BLOCK_TOKENS, len(match.nodes) if is_missing else 0
+            recurrent, logits = self._enter(self._end(match))
             for begin in range(first, last, STAGED_BLOCKS):
                 if len(staged) == 2:
-                    jax.block_until_ready(staged.popleft())
+                    jax.block_until_ready(write())
                 nodes = match.nodes[begin : begin + STAGED_BLOCKS]
-                staged.append(self._enter([node.payload for node in nodes]))
-                for number, block in enumerate(staged[-1], begin):
-                    start = number * BLOCK_TOKENS
-                    rows.write_block(slot, start, min(BLOCK_TOKENS, match.length - start), block)
-            recurrent, logits = self._enter(self._end(match))
+                staged.append((begin, self._enter([node.payload for node in nodes])))
+            while staged:
+                write()
             logits = self._no_logits if logits is None else logits
             rows.write_end(slot, match.tokens, End(recurrent=recurrent, logits=logits))
             self.restored_bytes += max(0, last - first) * self.index.block_bytes

@@ -67,7 +67,8 @@ def plan(
     shared = [common_prefix(prompt, holding.tokens) for holding in holdings]
     spare = min(free, key=lambda slot: (len(holdings[slot].tokens) > 0, holdings[slot].used))
     own = [s for s in free if s == spare or _is_continued(holdings[s], shared[s], total)]
-    snapshot = index.match(prompt) if index is not None else None
+    is_resident = any(_use(holdings[s], shared[s], total, None, recurrent).full_hit for s in own)
+    snapshot = None if index is None or is_resident else index.match(prompt)
     uses = [_use(h, same, total, snapshot, recurrent) for h, same in zip(holdings, shared, strict=True)]
 
     best = Plan(

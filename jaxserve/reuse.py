@@ -100,7 +100,9 @@ class Reuse:
         return chosen if self.enabled else chosen._replace(why=OFF)
 
     def establish(self, request: Request, chosen: Plan) -> None:
-        """Bring about what the plan promises; on a full hit the first token is drawn."""
+        """Bring about what the plan promises, and give the slot the request; on a full hit its first token is
+        drawn.
+        """
         slot, runner = chosen.slot, self.runner
         self._holdings[slot] = Holding()
         if chosen.source is not None:
@@ -108,7 +110,9 @@ class Reuse:
         if chosen.snapshot is not None:
             self.tier.restore(runner, slot, chosen.snapshot, keep=chosen.keep)
         if chosen.full_hit:
-            runner.resume(slot, chosen.length, sampled=request.sampled)
+            runner.hit(slot, request.options, request.limit, chosen.length, sampled=request.sampled)
+        else:
+            runner.admit(slot, request.options, request.limit)
         request.stops = self._stops(request, chosen.length)
         self.counters[chosen.route] += 1
         self.counters["full_hits"] += chosen.full_hit

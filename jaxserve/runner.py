@@ -12,15 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 
-from jaxserve import snapshot, step
+from jaxserve import sampling, snapshot, step
 from jaxserve.buckets import SCORE_CHUNK, Buckets
 from jaxserve.config import ModelConfig
 from jaxserve.models.mixers import follows_real_length
 from jaxserve.models.weights import Weights
+from jaxserve.params import SamplingParams
 from jaxserve.sampling import Options
-from jaxserve.state import abstract_memory, abstract_state, init_memory, init_state
+from jaxserve.state import abstract_memory, abstract_state, init_memory, init_state, joined, part
 
 Progress = Callable[[str, int, int], None]
+TOUCHED = step.TOUCHED | snapshot.TOUCHED
+IDLE_OPTIONS = sampling.options(SamplingParams(), seed=0, vocab_size=1)
 
 
 class Mail:
@@ -59,6 +62,7 @@ class Runner:
         self.slots, self.context, self.kv_dtype = slots, context, kv_dtype
         one_reach = follows_real_length(config, kv_dtype)
         self.buckets = Buckets.of(context, slots, jax.default_backend(), pinned=pinned, one_reach=one_reach)
+        self._blocks_per_call = snapshot.BLOCKS_PER_CALL.get(jax.default_backend(), 1)
         self.programs = _compile(self._lowerings() | (self._row_lowerings() if reuse else {}), progress)
         init_memory(config, context=context, kv_dtype=kv_dtype)  # compiled here, so that `logits` need not
         self.reset()
@@ -85,7 +89,14 @@ class Runner:
 
     def admit(self, slot: int, options: Options, limit: int) -> None:
         """Give a slot a request's options and token limit."""
-        self.state = self.programs["admit"](self.state, np.int32(slot), options, np.int32(limit))
+        self._update("admit", np.int32(slot), options, np.int32(limit))
+
+    def hit(self, slot: int, options: Options, limit: int, length: int, *, sampled: bool) -> None:
+        """The same, and draw its first token from the logits kept at `length` tokens; `post` then sends the
+        mailbox (sampled: the wide one), whatever the number of hits before.
+        """
+        request = sampling.pack(slot, limit, length, options=options)
+        self._mailboxes[sampled][0] = self._update(("hit", sampled), self._vacant(sampled), request)
 
     def prefill(
         self, slot: int, tokens: Sequence[int], start: int, stop: int, *, size: int | None = None
@@ -118,29 +129,34 @@ class Runner:
         """Copy status and drawn tokens (wide: and log-probabilities) into one of two mailboxes, and start it
         on its way.
         """
+        box = self.programs["peek", wide](self._vacant(wide), *step.peeked(self.state))
+        self._mailboxes[wide][0] = box
+        return self.post(wide=wide)
+
+    def post(self, *, wide: bool) -> Mail:
+        """Start the mailbox that was filled on its way."""
         boxes, mails = self._mailboxes[wide], self._mails[wide]
-        if mails[0] is not None:
-            mails[0].read()  # before its mailbox is donated again
-        box = self.programs["peek", wide](boxes.pop(0), *step.peeked(self.state))
-        boxes.append(box)
-        mails.append(Mail(box))
+        boxes.append(boxes.pop(0))
+        mails.append(Mail(boxes[-1]))
         mails.pop(0)
         return mails[-1]
 
+    def _vacant(self, wide: bool) -> jax.Array:
+        """The mailbox that is filled next."""
+        if self._mails[wide][0] is not None:
+            self._mails[wide][0].read()  # before its mailbox is donated again
+        return self._mailboxes[wide][0]
+
     def halt(self, slot: int, length: int) -> None:
         """Freeze a slot; only its first `length` tokens count as fed."""
-        self.state = self.programs["halt"](self.state, np.int32(slot), np.int32(length))
+        self._update("halt", np.int32(slot), np.int32(length))
 
     # -- rows as values: `host_tier.Rows`
-
-    def resume(self, slot: int, length: int, *, sampled: bool) -> None:
-        """Draw a slot's first token from the logits kept at `length` tokens."""
-        self._update(("resume", sampled), slot, np.int32(length))
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Make a slot remember the first `length` tokens of another."""
         name = ("copy_row", self.buckets.reach(length))
-        self._update(name, source, np.int32(target), np.int32(length))
+        self._update(name, np.int32(source), np.int32(target), np.int32(length))
 
     def read_block(self, slot: int, start: int) -> jax.Array:
         """`snapshot.read_block`"""
@@ -150,18 +166,29 @@ class Runner:
         """`snapshot.read_end`"""
         return self.programs["read_end"](self.state, np.int32(slot))
 
-    def write_block(self, slot: int, start: int, count: int, block: jax.Array) -> None:
-        """`snapshot.write_block`"""
-        self._update("write_block", slot, np.int32(start), np.int32(count), block)
+    def write_blocks(self, slot: int, start: int, count: int, blocks: Sequence[jax.Array]) -> None:
+        """`snapshot.write_blocks`, as many in a call as were compiled: the last ones stand in for those that
+        are missing.
+        """
+        size = self._blocks_per_call
+        for at in range(0, len(blocks), size):
+            group = [*blocks[at : at + size], *[blocks[-1]] * (at + size - len(blocks))]
+            done = at * snapshot.BLOCK_TOKENS
+            place = (np.int32(x) for x in (slot, start + done, count - done))
+            self._update("write_blocks", *place, *group)
 
     def write_end(self, slot: int, tokens: np.ndarray, end: snapshot.End) -> None:
         """`snapshot.write_end`, with the tokens padded"""
         padded = np.zeros(self.context, np.int32)
         padded[: len(tokens)] = tokens
-        self._update("write_end", slot, padded, end)
+        self._update("write_end", np.int32(slot), padded, end)
 
-    def _update(self, name, slot: int, *arguments) -> None:
-        self.state = self.programs[name](self.state, np.int32(slot), *arguments)
+    def _update(self, name, *arguments):
+        """Run a program on the fields of the state that it touches. Returns what else comes out of it."""
+        touched = self.programs[name](part(self.state, _touched(name)), *arguments)
+        touched, rest = touched if isinstance(touched, tuple) else (touched, None)
+        self.state = joined(self.state, touched)
+        return rest
 
     # -- no slot
 
@@ -206,8 +233,8 @@ class Runner:
         options = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.options)
         ids = lambda *shape: jax.ShapeDtypeStruct(shape, np.int32)  # noqa: E731
         table = {
-            "admit": lambda: step.admit.lower(state, i32, options, i32),
-            "halt": lambda: step.halt.lower(state, i32, i32),
+            "admit": lambda: step.admit.lower(part(state, _touched("admit")), i32, options, i32),
+            "halt": lambda: step.halt.lower(part(state, _touched("halt")), i32, i32),
             "score": lambda: step.score.lower(
                 self.weights, memory, ids(min(SCORE_CHUNK, self.context)), i32, i32, config=config
             ),
@@ -244,11 +271,21 @@ class Runner:
         return table
 
     def _row_lowerings(self) -> dict:
-        """The same for rows as values."""
+        """The same for rows as values, and for what starts from them without a forward pass."""
         state = abstract_state(self.config, slots=self.slots, context=self.context, kv_dtype=self.kv_dtype)
         block = snapshot.abstract_block(self.config, self.kv_dtype)
         end = snapshot.abstract_end(self.config)
-        return snapshot.lowerings(state, block, end, reaches=self.buckets.reaches)
+        table = snapshot.lowerings(
+            state, block, end, reaches=self.buckets.reaches, blocks=self._blocks_per_call
+        )
+        request = sampling.pack(0, 0, 0, options=IDLE_OPTIONS)
+        for sampled in (False, True):
+            box = jax.ShapeDtypeStruct((self.slots, step.mailbox_width(sampled)), np.int32)
+            name = ("hit", sampled)
+            table[name] = functools.partial(
+                step.hit.lower, part(state, _touched(name)), box, request, sampled=sampled
+            )
+        return table
 
     def _warm_up(self) -> None:
         """Run every step once on idle rows, so that the GPU's graphs are recorded beforehand."""
@@ -273,12 +310,17 @@ class Runner:
         if "read_end" in self.programs:
             self.write_end(0, np.zeros(0, np.int32), self.read_end(0))
         if "read_block" in self.programs:
-            self.write_block(0, 0, 0, self.read_block(0, 0))
+            self.write_blocks(0, 0, 0, [self.read_block(0, 0)])
         for name in self.programs:
             if name[0] == "copy_row":
                 self.copy_row(0, 0, name[1])
-            elif name[0] == "resume":
-                self.resume(0, 0, sampled=name[1])
+            elif name[0] == "hit":
+                self.hit(0, IDLE_OPTIONS, 0, 0, sampled=name[1])
+
+
+def _touched(name) -> tuple[str, ...]:
+    """The fields of the state that a program touches."""
+    return TOUCHED[name] if name in TOUCHED else TOUCHED[name[0]]
 
 
 def _compile(lowerings: dict, progress: Progress | None) -> dict:

@@ -143,10 +143,11 @@ class Scheduler:
                 break
             if self._start(request, chosen):
                 started += [request, *self._start_samples(request)]
-        if started:
-            self._mail(tuple(started))
-            for request in started:
-                self.reuse.established(request)
+        for wide in (False, True):  # a hit has filled the mailbox of its kind
+            if drawn := tuple(request for request in started if request.sampled == wide):
+                self.tickets.append(Ticket(self.runner.post(wide=wide), drawn))
+        for request in started:
+            self.reuse.established(request)
         return bool(started)
 
     def _next(self) -> tuple[Request | None, Plan | None]:
@@ -177,7 +178,6 @@ class Scheduler:
         """Give a request a slot and what is held of its prompt. Returns whether its first token was drawn."""
         request.start(chosen.slot)
         self.slots[chosen.slot] = request
-        self.runner.admit(request.slot, request.options, request.limit)
         self.reuse.establish(request, chosen)
         request.load(chosen.route, chosen.length, full_hit=chosen.full_hit)
         self.log.mark(request.number, "queue", request.admitted - request.called, slot=request.slot)

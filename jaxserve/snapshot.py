@@ -1,4 +1,4 @@
-"""Rows as values: copy one, read it out in blocks, write it back, start from it without a forward pass.
+"""Rows as values: copy one, read it out in blocks, write it back.
 
 Everything that describes the tokens a row was fed moves: keys, values, recurrent state, history, logits.
 What belongs to a request stays: options, status, drawn tokens. Reading makes fresh arrays, true copies of
@@ -16,10 +16,15 @@ import numpy as np
 from jax import lax
 
 from jaxserve.config import ModelConfig
-from jaxserve.state import Memory, State, abstract_memory, nbytes
-from jaxserve.step import _draw, _first_draw
+from jaxserve.state import Memory, State, abstract_memory, nbytes, part
 
 BLOCK_TOKENS = 256  # positions of a block: the unit in which rows leave the device, are shared and come back
+BLOCKS_PER_CALL = {"cpu": 1, "gpu": 4}  # that come back in one; on CPU nothing travels
+TOUCHED = {  # program → the fields of the state it changes
+    "copy_row": ("memory", "logits", "history", "length"),
+    "write_blocks": ("memory",),
+    "write_end": ("memory", "logits", "history"),
+}
 
 
 @chex.dataclass(frozen=True)
@@ -61,20 +66,7 @@ def abstract_end(config: ModelConfig) -> End:
 def snapshot_nbytes(config: ModelConfig, kv_dtype: str = "float16") -> tuple[int, int, int]:
     """Bytes of a block, of a recurrent state and of a row of logits."""
     end = abstract_end(config)
-    return tuple(nbytes(part) for part in (abstract_block(config, kv_dtype), end.recurrent, end.logits))
-
-
-@functools.partial(jax.jit, static_argnames="sampled", donate_argnums=0)
-def resume(state: State, slot: jax.Array, length: jax.Array, *, sampled: bool = True) -> State:
-    """Draw a slot's first token, with its present options, from the logits kept at `length` tokens.
-
-    slot, length: i32 []. sampled: the row needs more than an argmax (penalties, a draw, log-probabilities).
-    """
-    state = state.replace(length=state.length.at[slot].set(length))
-    if sampled:
-        return _first_draw(state, slot)
-    row = slot.reshape(1)
-    return _draw(state.replace(drawn=state.drawn.at[row].set(-1)), row, jnp.ones(1, bool), 0, sampled=False)
+    return tuple(nbytes(tree) for tree in (abstract_block(config, kv_dtype), end.recurrent, end.logits))
 
 
 @functools.partial(jax.jit, static_argnames="reach", donate_argnums=0)
@@ -125,12 +117,15 @@ def read_end(state: State, slot: jax.Array) -> End:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def write_block(state: State, slot: jax.Array, start: jax.Array, count: jax.Array, block: jax.Array) -> State:
-    """Put a block's first `count` positions at start, start + 1, … of a slot; past the end they are dropped.
+def write_blocks(
+    state: State, slot: jax.Array, start: jax.Array, count: jax.Array, *blocks: jax.Array
+) -> State:
+    """Put the first `count` positions of blocks that follow each other at start, start + 1, … of a slot; past
+    the end they are dropped.
 
-    slot, start, count: i32 [], block: [2, La, Hkv, BLOCK_TOKENS, D]
+    slot, start, count: i32 [], blocks: [2, La, Hkv, BLOCK_TOKENS, D]
     """
-    memory = state.memory
+    memory, block = state.memory, jnp.concatenate(blocks, axis=3)
     keys = _write_window(memory.keys, block[0], slot, start, count)
     values = _write_window(memory.values, block[1], slot, start, count)
     return state.replace(memory=memory.replace(keys=keys, values=values))
@@ -152,27 +147,31 @@ def write_end(state: State, slot: jax.Array, tokens: jax.Array, end: End) -> Sta
 
 
 def lowerings(
-    state: State, block: jax.Array | None, end: End, *, reaches: Iterable[int]
+    state: State, block: jax.Array | None, end: End, *, reaches: Iterable[int], blocks: int = 1
 ) -> dict[object, Callable[[], jax.stages.Lowered]]:
-    """Name → a thunk that lowers the program, for every program a state of these shapes needs.
+    """Name → a thunk that lowers the program, for every program a state of these shapes needs. blocks: that
+    come back in one call.
 
     All arguments may be ShapeDtypeStructs. A model without attention layers gets no programs for blocks, a
     single slot none that copy rows.
     """
     i32 = jax.ShapeDtypeStruct((), np.int32)
     tokens = jax.ShapeDtypeStruct(state.history.shape[1:], np.int32)
+    touched = {name: part(state, fields) for name, fields in TOUCHED.items()}
     table = {
-        ("resume", False): lambda: resume.lower(state, i32, i32, sampled=False),
-        ("resume", True): lambda: resume.lower(state, i32, i32, sampled=True),
         "read_end": lambda: read_end.lower(state, i32),
-        "write_end": lambda: write_end.lower(state, i32, tokens, end),
+        "write_end": lambda: write_end.lower(touched["write_end"], i32, tokens, end),
     }
     if block is not None:
         table["read_block"] = lambda: read_block.lower(state, i32, i32)
-        table["write_block"] = lambda: write_block.lower(state, i32, i32, i32, block)
+        table["write_blocks"] = lambda: write_blocks.lower(
+            touched["write_blocks"], i32, i32, i32, *[block] * blocks
+        )
     if state.length.shape[0] > 1:
         for reach in reaches:
-            table["copy_row", reach] = functools.partial(copy_row.lower, state, i32, i32, i32, reach=reach)
+            table["copy_row", reach] = functools.partial(
+                copy_row.lower, touched["copy_row"], i32, i32, i32, reach=reach
+            )
     return table
 
 
@@ -198,27 +197,27 @@ def _copy_slot(stack: jax.Array | None, *, source, target, reach: int | None = N
     return lax.fori_loop(0, stack.shape[0], layer, stack)
 
 
-def _window(cache: jax.Array, slot, start) -> tuple[tuple, tuple, jax.Array]:
-    """Where a block is read and written: it is moved back inside a row it would stick out of.
+def _window(cache: jax.Array, slot, start, tokens: int) -> tuple[tuple, tuple, jax.Array]:
+    """Where blocks are read and written: moved back inside a row they would stick out of.
 
     Returns the window's place and size in the cache and its first position.
     """
     layers, _, heads, capacity, dim = cache.shape
-    length = min(BLOCK_TOKENS, capacity)
+    length = min(tokens, capacity)
     first = jnp.minimum(start, capacity - length)
     return (0, slot, 0, first, 0), (layers, 1, heads, length, dim), first
 
 
 def _read_window(cache: jax.Array, slot, start) -> jax.Array:
     """cache: [La, slots, Hkv, S, D] → [La, Hkv, BLOCK_TOKENS, D]"""
-    place, size, first = _window(cache, slot, start)
+    place, size, first = _window(cache, slot, start, BLOCK_TOKENS)
     held = lax.dynamic_slice(cache, place, size)[:, 0]
     return jnp.take(held, start - first + jnp.arange(BLOCK_TOKENS), axis=2, mode="fill", fill_value=0)
 
 
 def _write_window(cache: jax.Array, block: jax.Array, slot, start, count) -> jax.Array:
-    """cache: [La, slots, Hkv, S, D], block: [La, Hkv, BLOCK_TOKENS, D]"""
-    place, size, first = _window(cache, slot, start)
+    """cache: [La, slots, Hkv, S, D], block: [La, Hkv, tokens, D]"""
+    place, size, first = _window(cache, slot, start, block.shape[2])
     held = lax.dynamic_slice(cache, place, size)[:, 0]
     source = first - start + jnp.arange(size[3])
     new = jnp.take(block, source, axis=2, mode="clip")

@@ -5,6 +5,7 @@ out. The host sees tokens through `peek`, which copies a few integers into a sma
 `f.__wrapped__` is the pure function.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -22,6 +23,12 @@ from jaxserve.sampling import Options
 from jaxserve.state import BROKEN, FULL, IDLE, MAX_STEPS, RUNNING, STOPPED, Memory, State
 
 UNLIMITED = np.int32(2**31 - 1)
+TOUCHED = {  # program → the fields of the state it needs, where that is not all
+    "admit": ("status", "remaining", "options"),
+    "halt": ("status", "length"),
+    ("hit", False): ("logits", "length", "token", "status", "remaining", "options", "drawn"),
+    ("hit", True): tuple(field.name for field in dataclasses.fields(State) if field.name != "memory"),
+}
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -98,6 +105,23 @@ def decode(
 
 
 # keep_unused: the mailbox is not read, only its place is used
+@functools.partial(jax.jit, static_argnames="sampled", donate_argnums=(0, 1), keep_unused=True)
+def hit(
+    state: State, mailbox: jax.Array, request: jax.Array, *, sampled: bool = True
+) -> tuple[State, jax.Array]:
+    """`admit` a request whose whole prompt a slot remembers, draw its first token from the logits kept there,
+    and `peek`.
+
+    request: `sampling.pack(slot, limit, length, options=…)`, length: tokens of the prompt. sampled: the row
+    needs more than an argmax (penalties, a draw, log-probabilities).
+    """
+    (slot, limit, length), options = sampling.unpack(request)
+    state = admit.__wrapped__(state, slot, options, limit)
+    state = _first_draw(state.replace(length=state.length.at[slot].set(length)), slot, sampled=sampled)
+    return state, peek.__wrapped__(mailbox, *peeked(state))
+
+
+# keep_unused: as above
 @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
 def peek(
     mailbox: jax.Array, status: jax.Array, drawn: jax.Array, logprobs: jax.Array, likely: jax.Array
@@ -178,7 +202,7 @@ def _decode_one(
 
 def _draw(state: State, rows: jax.Array, active: jax.Array, index, *, sampled: bool) -> State:
     """Draw the next token of the active rows from their kept logits, and decide whether they go on."""
-    slots = state.history.shape[0]
+    slots = state.status.shape[0]
     row = lambda leaf: leaf.at[rows].get(mode="clip")  # noqa: E731
     target = jnp.where(active, rows, slots)
     put = lambda leaf, new: leaf.at[target].set(new, mode="drop", unique_indices=True)  # noqa: E731
@@ -206,13 +230,15 @@ def _draw(state: State, rows: jax.Array, active: jax.Array, index, *, sampled: b
         )
 
 
-def _first_draw(state: State, slot: jax.Array) -> State:
+def _first_draw(state: State, slot: jax.Array, *, sampled: bool = True) -> State:
     """Draw a row's first token from the logits kept where its prompt ends."""
     rows = slot.reshape(1)
-    length, window = state.length[rows], state.options.window[rows]
-    counts = sampling.window_counts(state.history[rows], length, window, state.counts.shape[1])
-    state = state.replace(counts=state.counts.at[rows].set(counts), drawn=state.drawn.at[rows].set(-1))
-    return _draw(state, rows, jnp.ones(1, bool), 0, sampled=True)
+    state = state.replace(drawn=state.drawn.at[rows].set(-1))
+    if sampled:
+        length, window = state.length[rows], state.options.window[rows]
+        counts = sampling.window_counts(state.history[rows], length, window, state.counts.shape[1])
+        state = state.replace(counts=state.counts.at[rows].set(counts))
+    return _draw(state, rows, jnp.ones(1, bool), 0, sampled=sampled)
 
 
 def _write_history(history: jax.Array, tokens: jax.Array, slot, start, count) -> jax.Array:

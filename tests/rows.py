@@ -78,19 +78,18 @@ class StateRows:
     def read_end(self, slot):
         return self._read(snapshot.read_end, slot)
 
-    def write_block(self, slot, start, count, block):
-        self._write(snapshot.write_block, slot, start, count, block)
+    def write_blocks(self, slot, start, count, blocks):
+        self.calls += ["write_block"] * len(blocks)
+        for done, block in zip(range(0, count + 1, snapshot.BLOCK_TOKENS), blocks, strict=False):
+            place = (np.int32(x) for x in (slot, start + done, count - done))
+            self.state = snapshot.write_blocks(self.state, *place, block)
 
     def write_end(self, slot, tokens, end):
         padded = np.zeros(self.state.history.shape[1], np.int32)
         padded[: len(tokens)] = tokens
-        self._write(snapshot.write_end, slot, padded, end)
+        self.calls.append("write_end")
+        self.state = snapshot.write_end(self.state, np.int32(slot), padded, end)
 
     def _read(self, function, *place):
         self.calls.append(function.__name__)
         return function(self.state, *map(np.int32, place))
-
-    def _write(self, function, *arguments):
-        self.calls.append(function.__name__)
-        arguments = [np.int32(x) if isinstance(x, int) else x for x in arguments]
-        self.state = function(self.state, *arguments)

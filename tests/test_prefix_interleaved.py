@@ -145,8 +145,8 @@ def test_copied_restored_and_loaded_rows_are_among_what_is_compared(kind, tmp_pa
 
 def test_a_wrong_bit_in_a_restored_row_is_noticed(tmp_path, monkeypatch):
     runner = engine("attention", slots=2)._runner
-    write_block = runner.write_block
-    spoil = lambda slot, start, count, block: write_block(slot, start, count, np.nextafter(block, 9))  # noqa: E731
-    monkeypatch.setattr(runner, "write_block", spoil)
+    write_blocks = runner.write_blocks
+    spoil = lambda *place: write_blocks(*place[:3], [np.nextafter(block, 9) for block in place[3]])  # noqa: E731
+    monkeypatch.setattr(runner, "write_blocks", spoil)
     with pytest.raises(jaxserve.EngineError, match="AssertionError"):
         run("attention", BUDGETS[0], [("generate", 0, 64), ("forget", 0, 1)] * 2, tmp_path / "state")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxserve
-from jaxserve import EngineError, SamplingParams
+from jaxserve import EngineError, SamplingParams, snapshot
 from jaxserve.reuse import CHECKPOINT_TOKENS
 from jaxserve.state import IDLE, nbytes
 from tests.engines import END, SCRIPT, scripted
@@ -37,6 +37,17 @@ def fresh(monkeypatch):
 
 
 # -- answers do not depend on what came before
+
+
+def test_blocks_that_come_back_in_groups_give_the_same_answers(monkeypatch):
+    monkeypatch.setitem(snapshot.BLOCKS_PER_CALL, "cpu", 3)
+    model, prompt = tiny_path(MODELS["hybrid"]), ids(70, 1400)  # 6 blocks, sent as 4 and 2: calls of 3, 1, 2
+    with jaxserve.Engine.load(model, context=1600, prefix_bytes=2**26, weights="float32") as chosen:
+        expected = chosen.generate(prompt, GREEDY)
+        chosen.generate(ids(71, 40), GREEDY)
+        restored = chosen.generate(prompt, GREEDY)
+    assert (restored.route, restored.tokens) == ("restored", expected.tokens)
+    assert restored.cached_tokens == len(prompt)
 
 
 @each_model
@@ -475,7 +486,7 @@ def test_warming_up_runs_every_program_for_rows_and_leaves_them_idle(fresh, monk
         patch.setattr(runner, "programs", {name: noted(name) for name in runner.programs})
         runner._warm_up_rows()
         runner.halt(0, 0)
-    kinds = ("resume", "copy_row", "read_block", "read_end", "write_block", "write_end")
+    kinds = ("hit", "copy_row", "read_block", "read_end", "write_blocks", "write_end")
     assert {name for name in runner.programs if name in kinds or name[0] in kinds} == set(ran) - {"halt"}
     assert (int(runner.state.status[0]), int(runner.state.length[0])) == (IDLE, 0)
     checked(chosen, "hybrid", ids(65, 70))

@@ -44,6 +44,11 @@ def request(state, slot: int) -> dict:
     return {name: jax.tree.map(lambda leaf: np.array(leaf)[slot], state[name]) for name in names}
 
 
+def mail(*, wide: bool) -> np.ndarray:
+    """An empty mailbox."""
+    return np.zeros((SLOTS, step.mailbox_width(wide)), np.int32)
+
+
 @pytest.fixture(params=KINDS)
 def config(request):
     return model(request.param)
@@ -81,7 +86,7 @@ def test_a_row_written_back_elsewhere_equals_the_row_that_was_read(config, conte
     for start in range(0, context, BLOCK_TOKENS) if has(config, "attention") else ():
         block = snapshot.read_block(source, i32(1), i32(start))
         count = min(BLOCK_TOKENS, context - start)
-        target = snapshot.write_block(target, i32(0), i32(start), i32(count), block)
+        target = snapshot.write_blocks(target, i32(0), i32(start), i32(count), block)
     end = snapshot.read_end(source, i32(1))
     target = snapshot.write_end(target, i32(0), np.array(wanted.history[1]), end)
     after = on_host(target)
@@ -106,12 +111,27 @@ def test_only_the_counted_positions_of_a_block_are_written(start, count):
     state = random_state(model("attention"))
     block = snapshot.read_block(random_state(model("attention"), seed=1), i32(0), i32(0))
     before = on_host(state)
-    after = on_host(snapshot.write_block(state, i32(1), i32(start), i32(count), block))
+    after = on_host(snapshot.write_blocks(state, i32(1), i32(start), i32(count), block))
     end = min(start + count, CONTEXT)
     for part, name in zip(np.asarray(block), ("keys", "values"), strict=True):
         expected = before.memory[name].copy()
         expected[:, 1, :, start:end] = part[:, :, : end - start]
         assert_same(after.memory[name], expected)
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 600), (0, 768), (256, 700), (3, 257)])
+def test_blocks_written_together_equal_blocks_written_one_by_one(start, count):
+    source, target = (
+        random_state(model("attention"), context=4 * BLOCK_TOKENS - 8, seed=seed) for seed in (0, 1)
+    )
+    other = jax.tree.map(lambda leaf: leaf.copy(), target)
+    blocks = [snapshot.read_block(source, i32(0), i32(at * BLOCK_TOKENS)) for at in range(3)]
+    together = snapshot.write_blocks(target, i32(1), i32(start), i32(count), *blocks)
+    for at, block in enumerate(blocks):
+        done = at * BLOCK_TOKENS
+        left = np.clip(count - done, 0, BLOCK_TOKENS).astype(i32)
+        other = snapshot.write_blocks(other, i32(1), i32(start + done), left, block)
+    assert_same(on_host(together), on_host(other))
 
 
 def test_a_snapshot_stays_as_it_was_while_the_state_moves_on(config):
@@ -138,9 +158,9 @@ def test_a_full_hit_draws_what_the_prefill_of_the_prompt_would(params):
     state = random_state(model("attention"))
     length, limit = 40, 9
     options = sampling.options(params, seed=3, vocab_size=VOCABULARY)
-    state = step.admit(state, i32(1), options, i32(limit))
     before = on_host(state)
-    after = on_host(snapshot.resume(state, i32(1), i32(length)))
+    after, mailbox = step.hit(state, mail(wide=True), sampling.pack(1, limit, length, options=options))
+    after = on_host(after)
     window = min(int(options.window), length)
     counts = np.bincount(before.history[1, length - window : length], minlength=VOCABULARY)
     batch = jax.tree.map(lambda leaf: np.asarray(leaf)[None], options)
@@ -153,14 +173,16 @@ def test_a_full_hit_draws_what_the_prefill_of_the_prompt_would(params):
     np.testing.assert_array_equal(after.counts[1], counts)
     assert_same(after.memory, before.memory)
     assert_same(rest(after, 1), rest(before, 1))
+    assert (mailbox[1, 0], mailbox[1, 1]) == (after.status[1], token[0])
+    assert_same(mailbox, step.peek(mail(wide=True), *step.peeked(after)))
 
 
 def test_a_greedy_full_hit_draws_the_same_without_the_sampler():
     options = sampling.options(SamplingParams(), seed=0, vocab_size=VOCABULARY)
-    state = step.admit(random_state(model("attention")), i32(1), options, i32(5))
+    state, request = random_state(model("attention")), sampling.pack(1, 5, 40, options=options)
     other = jax.tree.map(lambda leaf: leaf.copy(), state)
-    plain = on_host(snapshot.resume(state, i32(1), i32(40), sampled=False))
-    full = on_host(snapshot.resume(other, i32(1), i32(40)))
+    plain = on_host(step.hit(state, mail(wide=False), request, sampled=False)[0])
+    full = on_host(step.hit(other, mail(wide=True), request)[0])
     kept = dict(counts=full.counts, logprobs=full.logprobs, likely=full.likely)
     assert_same(plain.replace(**kept), full)
 
@@ -173,9 +195,9 @@ def test_every_program_writes_in_place_and_makes_no_copy_of_the_state(config):
         if str(name).startswith("read"):
             assert memory.alias_size_in_bytes == 0
         else:
-            assert memory.alias_size_in_bytes == nbytes(state), name
-        if "resume" not in name:  # which has the sampler's scratch, whatever the size of the row
-            assert memory.temp_size_in_bytes < nbytes(state) / 4, name
+            changed = snapshot.TOUCHED[name if isinstance(name, str) else name[0]]
+            assert memory.alias_size_in_bytes == nbytes([state[leaf] for leaf in changed]), name
+        assert memory.temp_size_in_bytes < nbytes(state) / 4, name
 
 
 def test_addresses_stay_through_reads_and_writes(config):
@@ -183,10 +205,11 @@ def test_addresses_stay_through_reads_and_writes(config):
     addresses = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
     parts = read_all(config, state, 0)
     if "block" in parts:
-        state = snapshot.write_block(state, i32(1), i32(0), i32(9), parts["block"])
+        state = snapshot.write_blocks(state, i32(1), i32(0), i32(9), parts["block"])
     state = snapshot.write_end(state, i32(1), np.zeros(CONTEXT, np.int32), parts["end"])
     state = snapshot.copy_row(state, i32(1), i32(2), i32(9))
-    state = snapshot.resume(state, i32(2), i32(9))
+    options = sampling.options(SamplingParams(), seed=0, vocab_size=VOCABULARY)
+    state, _ = step.hit(state, mail(wide=True), sampling.pack(2, 5, 9, options=options))
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)] == addresses
 
 
@@ -197,8 +220,8 @@ def test_a_program_exists_for_what_the_model_has_and_no_more(config):
         parts = snapshot.abstract_block(config), snapshot.abstract_end(config)
         names[slots] = set(snapshot.lowerings(state, *parts, reaches=(32, 64)))
     assert names[3] - names[1] == {("copy_row", 32), ("copy_row", 64)}
-    blocks = {"read_block", "write_block"} if has(config, "attention") else set()
-    assert names[1] == {("resume", False), ("resume", True), "read_end", "write_end"} | blocks
+    blocks = {"read_block", "write_blocks"} if has(config, "attention") else set()
+    assert names[1] == {"read_end", "write_end"} | blocks
 
 
 def test_sizes_and_shapes_are_those_of_what_is_read(config):

@@ -39,7 +39,7 @@ MAX_TOKENS = 4
 TAIL = 40  # most tokens that a continued prefix gets
 LEAK_BYTES = 2**24  # below that the allocator may be to blame
 TRACED = 50  # requests
-MOVERS = ("decode", "resume", "copy_row", "read_block", "read_end", "write_block", "write_end")
+MOVERS = ("decode", "hit", "copy_row", "read_block", "read_end", "write_blocks", "write_end")
 
 
 class Compilations:
