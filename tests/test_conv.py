@@ -47,7 +47,8 @@ def test_the_newest_sample_meets_the_last_column_of_the_kernel():
 
 
 @pytest.mark.parametrize("lengths", [[9], [1] * 9, [2, 7], [3, 1, 5], [4, 4, 1]])
-def test_a_sequence_in_pieces_equals_the_whole_bit_for_bit(inputs, lengths):
+def test_a_sequence_in_pieces_equals_the_whole(inputs, lengths):
+    """The tails bit for bit; an output's last bit depends on which lane of the CPU computed its silu."""
     u, tail, kernel = inputs
     whole, end = short_conv(*inputs, full(BATCH, LENGTH))
     pieces, at = [], 0
@@ -55,7 +56,7 @@ def test_a_sequence_in_pieces_equals_the_whole_bit_for_bit(inputs, lengths):
         out, tail = short_conv(u[:, at : at + length], tail, kernel, full(BATCH, length))
         pieces.append(out)
         at += length
-    np.testing.assert_array_equal(np.concatenate(pieces, axis=1), whole)
+    np.testing.assert_array_max_ulp(np.concatenate(pieces, axis=1), np.asarray(whole), maxulp=2)
     np.testing.assert_array_equal(tail, end)
 
 
