@@ -6,11 +6,21 @@ CHUNKS = {"cpu": (32, 256), "gpu": (64, 128, 512)}  # tokens of a prefill call, 
 FIRST_REACH = 1024  # cached positions a short row's decode step looks at; larger reaches grow by REACH_FACTOR
 REACH_FACTOR = 4
 SCORE_CHUNK = 64  # tokens of a teacher-forced call: its logits are [64, V] f32
+BURST = {"gpu": 4}  # decode steps of a call, by platform, where the host needs longer for one than the device
+BURST_BYTES = 2e9  # the largest weights of which that is so, and
+BURST_LANES = 8  # the most lanes
 
 
 def chunk_sizes(platform: str) -> tuple[int, ...]:
     """Tokens of a prefill call on a JAX platform ("cpu", "gpu"), ascending."""
     return CHUNKS.get(platform, CHUNKS["gpu"])
+
+
+def burst_steps(platform: str, weights_nbytes: int, *, one_reach: bool) -> int:
+    """The most decode steps of a call: several where a step reads so little that the host would be late.
+    With more than one reach a step is slower, and the programs would become too many.
+    """
+    return BURST.get(platform, 1) if one_reach and weights_nbytes <= BURST_BYTES else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,13 +30,21 @@ class Buckets:
     chunks: tuple[int, ...]
     reaches: tuple[int, ...]
     lanes: tuple[int, ...]
+    burst: int = 1  # steps of a decode call of few lanes, if not one
 
     @classmethod
     def of(
-        cls, context: int, slots: int, platform: str, *, pinned: bool = False, one_reach: bool = False
+        cls,
+        context: int,
+        slots: int,
+        platform: str,
+        *,
+        pinned: bool = False,
+        one_reach: bool = False,
+        weights_nbytes: int = 0,
     ) -> "Buckets":
-        """Sizes for a context, a number of slots and a JAX platform ("cpu", "gpu"). pinned: one of lanes;
-        one_reach: attention needs no choice of reaches.
+        """Sizes for a context, a number of slots, a JAX platform ("cpu", "gpu") and weights on the device.
+        pinned: one number of lanes, one step a call; one_reach: attention needs no choice of reaches.
         """
         chunks = tuple(size for size in chunk_sizes(platform) if size < context) or (context,)
         reaches, reach = [], FIRST_REACH
@@ -37,7 +55,8 @@ class Buckets:
         while lane < slots and not pinned:
             lanes.append(lane)
             lane *= 2
-        return cls(chunks, (*reaches, context), (*lanes, slots))
+        burst = 1 if pinned else burst_steps(platform, weights_nbytes, one_reach=one_reach)
+        return cls(chunks, (*reaches, context), (*lanes, slots), burst)
 
     def chunk(self, remaining: int) -> int:
         """The size of the next prefill call: the largest that the rest of the prompt fills to more than half,
@@ -52,6 +71,10 @@ class Buckets:
     def lane(self, rows: int) -> int:
         """The smallest number of lanes that holds `rows` rows."""
         return _ceiling(self.lanes, rows)
+
+    def steps(self, lanes: int) -> tuple[int, ...]:
+        """How many steps a decode call of so many lanes may take, ascending."""
+        return (1, self.burst) if self.burst > 1 and lanes <= BURST_LANES else (1,)
 
 
 def _ceiling(sizes: tuple[int, ...], needed: int) -> int:

@@ -325,7 +325,9 @@ class Engine:
         """Record a profiler trace of what runs in the `with` block; yields a report, filled at its end."""
         from jaxserve.trace import record
 
-        return record(directory, hlo=self._open()._runner.program_texts)
+        runner = self._open()._runner
+        runner.ran.clear()
+        return record(directory, hlo=runner.program_texts)
 
     def program_memory(self) -> dict[str, dict[str, int]]:
         """Per compiled program the bytes of its temporaries and of the donated state it updates in place."""

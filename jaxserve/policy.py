@@ -33,6 +33,7 @@ class Lane(NamedTuple):
     slot: int
     end: int  # tokens it will have fed after this step
     sampled: bool  # it needs more than an argmax
+    left: int  # tokens that may still be asked of it
 
 
 class Launch(NamedTuple):
@@ -41,6 +42,7 @@ class Launch(NamedTuple):
     lanes: tuple[Lane, ...]
     longest: int
     sampled: bool
+    left: int  # the fewest of a row
 
 
 def cells(stops: Iterable[int], size_of: Callable[[int], int]) -> tuple[Cell, ...]:
@@ -116,6 +118,20 @@ def launches(lanes: Sequence[Lane], reach_of: Callable[[int], int], *, reproduci
         key = (reach_of(lane.end), lane.sampled) if reproducible else None
         groups.setdefault(key, []).append(lane)
     return [
-        Launch(tuple(group), max(lane.end for lane in group), any(lane.sampled for lane in group))
+        Launch(
+            tuple(group),
+            longest=max(lane.end for lane in group),
+            sampled=any(lane.sampled for lane in group),
+            left=min(lane.left for lane in group),
+        )
         for group in groups.values()
     ]
+
+
+def steps(launch: Launch, sizes: Sequence[int], *, alone: bool) -> int:
+    """How many steps rows take in one call: the most that all of them may, but one where a prompt is being
+    fed (alone: none is), which would wait for them.
+
+    sizes: of the compiled programs, ascending (`Buckets.steps`).
+    """
+    return max((size for size in sizes if alone and size <= launch.left), default=1)

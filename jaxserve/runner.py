@@ -5,7 +5,9 @@ nothing compiles, and the state keeps its addresses because every call donates i
 """
 
 import functools
+import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,7 +21,7 @@ from jaxserve.models.mixers import follows_real_length
 from jaxserve.models.weights import Weights
 from jaxserve.params import SamplingParams
 from jaxserve.sampling import Options
-from jaxserve.state import abstract_memory, abstract_state, init_memory, init_state, joined, part
+from jaxserve.state import abstract_memory, abstract_state, init_memory, init_state, joined, nbytes, part
 
 Progress = Callable[[str, int, int], None]
 TOUCHED = step.TOUCHED | snapshot.TOUCHED
@@ -60,9 +62,16 @@ class Runner:
         """reuse: compile also what reads, writes, copies and resumes rows. pinned: one number of lanes."""
         self.weights, self.config = weights, config
         self.slots, self.context, self.kv_dtype = slots, context, kv_dtype
-        one_reach = follows_real_length(config, kv_dtype)
-        self.buckets = Buckets.of(context, slots, jax.default_backend(), pinned=pinned, one_reach=one_reach)
-        self._blocks_per_call = snapshot.BLOCKS_PER_CALL.get(jax.default_backend(), 1)
+        platform = jax.default_backend()
+        self.buckets = Buckets.of(
+            context,
+            slots,
+            platform,
+            pinned=pinned,
+            one_reach=follows_real_length(config, kv_dtype),
+            weights_nbytes=nbytes(weights),
+        )
+        self._blocks_per_call = snapshot.BLOCKS_PER_CALL.get(platform, 1)
         self.programs = _compile(self._lowerings() | (self._row_lowerings() if reuse else {}), progress)
         init_memory(config, context=context, kv_dtype=kv_dtype)  # compiled here, so that `logits` need not
         self.reset()
@@ -76,7 +85,7 @@ class Runner:
         self._mailboxes = {wide: [put(wide), put(wide)] for wide in (False, True)}
         self._mails: dict[bool, list[Mail | None]] = {False: [None, None], True: [None, None]}
         self._rows: dict[tuple[int, ...], jax.Array] = {}
-        self.last_programs: dict[str, tuple] = {}  # "decode" | "prefill" → name of the one that ran last
+        self.ran = Counter()  # calls of each prefill and decode program since a trace began
 
     def close(self) -> None:
         """Give the device memory back."""
@@ -112,18 +121,18 @@ class Runner:
         name = ("prefill", size, start + len(fed) == len(tokens))
         place = (np.int32(x) for x in (slot, start, len(fed)))
         self.state = self.programs[name](self.weights, self.state, padded, *place)
-        self.last_programs["prefill"] = name
+        self.ran[name] += 1
         return len(fed)
 
-    def decode(self, rows: Sequence[int], *, sampled: bool, longest: int) -> None:
-        """One step for the given slots; `longest` is the most tokens one of them will have fed."""
+    def decode(self, rows: Sequence[int], *, sampled: bool, longest: int, steps: int = 1) -> None:
+        """Steps for the given slots; `longest` is the most tokens one of them will have fed."""
         lanes = self.buckets.lane(len(rows))
         key = (*rows, *[self.slots] * (lanes - len(rows)))
         if key not in self._rows:
             self._rows[key] = jax.device_put(np.array(key, np.int32))
-        name = ("decode", lanes, self.buckets.reach(longest), sampled)
+        name = ("decode", lanes, self.buckets.reach(longest), steps, sampled)
         self.state = self.programs[name](self.weights, self.state, self._rows[key])
-        self.last_programs["decode"] = name
+        self.ran[name] += 1
 
     def peek(self, *, wide: bool) -> Mail:
         """Copy status and drawn tokens (wide: and log-probabilities) into one of two mailboxes, and start it
@@ -217,8 +226,11 @@ class Runner:
         }
 
     def program_texts(self) -> dict[str, str]:
-        """Compiled texts of `last_programs`: they say which layer a kernel belongs to."""
-        return {phase: self.programs[name].as_text() for phase, name in self.last_programs.items()}
+        """Phase ("decode", "prefill") → compiled text of its program that ran most often: it says which layer
+        a kernel belongs to.
+        """
+        most = {name[0]: name for name, _ in reversed(self.ran.most_common())}
+        return {phase: self.programs[name].as_text() for phase, name in most.items()}
 
     def lower(self, name: tuple) -> jax.stages.Lowered:
         """A prefill or decode program before compilation."""
@@ -257,17 +269,18 @@ class Runner:
                     final=final,
                 )
         for lanes in self.buckets.lanes:
-            for reach in self.buckets.reaches:
-                for sampled in (False, True):
-                    table["decode", lanes, reach, sampled] = functools.partial(
-                        step.decode.lower,
-                        self.weights,
-                        state,
-                        ids(lanes),
-                        config=config,
-                        sampled=sampled,
-                        reach=reach,
-                    )
+            for choice in itertools.product(self.buckets.reaches, self.buckets.steps(lanes), (False, True)):
+                reach, steps, sampled = choice
+                table["decode", lanes, *choice] = functools.partial(
+                    step.decode.lower,
+                    self.weights,
+                    state,
+                    ids(lanes),
+                    config=config,
+                    steps=steps,
+                    sampled=sampled,
+                    reach=reach,
+                )
         return table
 
     def _row_lowerings(self) -> dict:

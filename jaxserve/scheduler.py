@@ -3,10 +3,10 @@
     admit      waiting requests take free slots, in order of arrival, unless they wait for a prompt that they
                share; where a whole prompt's state is held, its first token is drawn and read at once
     dispatch   prefill chunks of the oldest requests that need some, within a budget of tokens, then one
-               decode step of all rows
+               decode step of all rows, or a few where that keeps a fast device from waiting for the host
     collect    read the mail of the dispatch before this one: the device is already busy with the next
 
-A row that ended on a stop id is found out one step late. The device froze it at once: nothing was written.
+A row that ended on a stop id is found out a dispatch late. The device froze it at once: nothing was written.
 """
 
 import contextlib
@@ -246,16 +246,19 @@ class Scheduler:
         running = tuple(r for r in self.slots if r is not None and r.phase == DECODING and r.asked < r.limit)
         if not running:
             return False
-        lanes = [Lane(r.slot, r.end, r.sampled) for r in running]
-        reach = self.runner.buckets.reach
-        for launch in policy.launches(lanes, reach, reproducible=self.reproducible):
-            with jax.profiler.StepTraceAnnotation("decode", step_num=next(self.steps)):
-                slots = [lane.slot for lane in launch.lanes]
-                self.runner.decode(slots, sampled=launch.sampled, longest=launch.longest)
-        for request in running:
-            request.asked += 1
+        lanes = [Lane(r.slot, r.end, r.sampled, r.limit - r.asked) for r in running]
+        buckets = self.runner.buckets
+        alone = not any(r is not None and r.phase == PREFILLING for r in self.slots)
+        for launch in policy.launches(lanes, buckets.reach, reproducible=self.reproducible):
+            slots = [lane.slot for lane in launch.lanes]
+            steps = policy.steps(launch, buckets.steps(buckets.lane(len(slots))), alone=alone)
+            longest = launch.longest + steps - 1
+            with jax.profiler.StepTraceAnnotation("decode", step_num=next(self.steps), tokens=steps):
+                self.runner.decode(slots, sampled=launch.sampled, longest=longest, steps=steps)
+            for slot in slots:
+                self.slots[slot].asked += steps
         self._mail(running)
-        self.counters["decode_steps"] += 1
+        self.counters["decode_steps"] += steps
         return True
 
     def _mail(self, requests: tuple[Request, ...]) -> None:
@@ -275,10 +278,10 @@ class Scheduler:
 
     def _receive(self, request: Request, mail: np.ndarray, status: int, *drawn: int) -> None:
         drawn = [token for token in drawn if token >= 0]
-        stop = status == STOPPED
-        for index, token in enumerate(drawn):
-            if status == BROKEN or (stop and index == len(drawn) - 1):
-                break
+        text = drawn[:-1] if status in (BROKEN, STOPPED) else drawn
+        unread = len(text)
+        for index, token in enumerate(text):
+            unread -= 1
             top = request.params.logprobs
             request.receive(token, read_logprobs(mail, request.slot, index, token, top) if top else None)
             self.counters["tokens"] += 1
@@ -290,13 +293,13 @@ class Scheduler:
                 break
         if status == BROKEN:
             request.finish("error", EngineError(NON_FINITE))
-        elif stop:
+        elif status == STOPPED:
             request.finish("stop")
         elif len(request.tokens) >= request.limit:
             request.finish("length")
         if request.done:
             self.log.mark(request.number, f"done {request.finish_reason}", tokens=len(request.tokens))
-            device_knows = stop or len(request.tokens) >= request.limit
+            device_knows = not unread and (status == STOPPED or len(request.tokens) >= request.limit)
             self._release(request, delivered=len(request.tokens), device_knows=device_knows)
 
     def _release(self, request: Request, *, delivered: int, device_knows: bool) -> None:

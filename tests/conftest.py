@@ -6,6 +6,7 @@ On CPU most of the suite's time goes into compiling: LLVM's level 1 takes half a
 import functools
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import jax
@@ -24,7 +25,12 @@ LONG = (
     "batch_isolation",
     "prefix_interleaved",
     "batch_job",
+    "burst",
 )
+
+
+def pytest_configure() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets background jobs ignore it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -93,7 +93,7 @@ def test_sections_that_are_not_chosen_load_nothing_for_themselves(ready):
 def test_only_the_lanes_and_programs_that_are_run_get_compiled():
     with loaded(scripted_path(), "float32", context=64, slots=2, lanes=[2]) as (engine, loading):
         decodes = [name for name in engine.programs if name.startswith("decode")]
-        assert decodes == ["decode 2 64 False"]
+        assert decodes == ["decode 2 64 1 False"]
         assert not [name for name in engine.programs if name.startswith(("read", "write", "copy", "hit"))]
         assert loading["load_to_first_token_s"] >= loading["load_s"] > 0
         assert engine.slots == 2

@@ -510,7 +510,7 @@ def test_inspect_describes_a_hybrid_model_and_what_it_skips(capsys):
     assert report["tokenizer"]["tokens"] == report["vocabulary"]
     assert report["metadata"]["general.architecture"] == "qwen35"
     assert {"name", "type", "shape", "form"} <= set(report["tensors"][0])
-    assert set(report["buckets"]) == {"chunks", "reaches", "lanes"}
+    assert set(report["buckets"]) == {"chunks", "reaches", "lanes", "burst"}
 
 
 def test_inspect_text_names_layers_types_memory_and_tokenizer(capsys):

@@ -92,7 +92,7 @@ def test_trace_prints_a_table_and_writes_the_same_report(engine, tmp_path, capsy
     assert main(["trace", "m", "--out", str(tmp_path / "new"), "--steps", "3"]) == 0
     table, last = printed(capsys)
     written = json.loads((tmp_path / "new" / "report.json").read_text())
-    assert written.pop("each_step") == written["prefill"].pop("each_step") == []
+    assert written.pop("each_dispatch") == written["prefill"].pop("each_dispatch") == []
     assert written == last
     assert last["steady_steps"] == 3 and "3 steady steps" in table
     assert len({tuple(prompt) for prompt, _ in engine.asked}) == len(engine.asked) == 3

@@ -96,10 +96,12 @@ def test_two_slots_compile_nothing_either():
 
 
 @pytest.mark.parametrize(("slots", "limit"), [(1, 16), (64, 40)])  # beside at most 11 for rows as values
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_an_engine_has_few_programs(slots, limit, platform):
-    buckets = Buckets.of(4096, slots, platform)
-    prefills, decodes = 2 * len(buckets.chunks), 2 * len(buckets.lanes) * len(buckets.reaches)
+@pytest.mark.parametrize(("platform", "kernels"), [("cpu", False), ("gpu", False), ("gpu", True)])
+def test_an_engine_has_few_programs(slots, limit, platform, kernels):
+    buckets = Buckets.of(4096, slots, platform, one_reach=kernels, weights_nbytes=10**9)
+    assert buckets.burst == (4 if kernels else 1)
+    prefills = 2 * len(buckets.chunks)
+    decodes = 2 * len(buckets.reaches) * sum(len(buckets.steps(lanes)) for lanes in buckets.lanes)
     assert prefills + decodes + len(["admit", "halt", "score", "peek", "peek wide"]) <= limit
     config = model("hybrid")[1]
     shape = dict(slots=slots, context=4096)

@@ -1,6 +1,7 @@
 """What the loop does next, on plain data."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,12 +10,14 @@ from jaxserve.policy import (
     Cell,
     Feeding,
     Lane,
+    Launch,
     agreement,
     cells,
     fits_budget,
     launches,
     next_to_admit,
     promised,
+    steps,
 )
 
 GAIN = 64
@@ -157,13 +160,13 @@ def test_someone_is_admitted_unless_all_wait_for_something_that_is_being_fed(wai
 
 
 def test_rows_decode_in_one_launch_with_the_reach_of_the_longest():
-    lanes = [Lane(0, 10, False), Lane(3, 2000, True)]
+    lanes = [Lane(0, 10, False, 7), Lane(3, 2000, True, 5)]
     (launch,) = launches(lanes, BUCKETS.reach, reproducible=False)
-    assert (launch.lanes, launch.longest, launch.sampled) == (tuple(lanes), 2000, True)
+    assert launch == (tuple(lanes), 2000, True, 5)
 
 
 def test_reproducible_rows_decode_with_those_of_their_own_program():
-    lanes = [Lane(0, 10, False), Lane(1, 10, True), Lane(2, 1024, False), Lane(3, 1025, False)]
+    lanes = [Lane(0, 10, False, 9), Lane(1, 10, True, 9), Lane(2, 1024, False, 9), Lane(3, 1025, False, 9)]
     groups = launches(lanes, BUCKETS.reach, reproducible=True)
     assert [[lane.slot for lane in launch.lanes] for launch in groups] == [[0, 2], [1], [3]]
     assert [(launch.longest, launch.sampled) for launch in groups] == [
@@ -171,6 +174,21 @@ def test_reproducible_rows_decode_with_those_of_their_own_program():
         (10, True),
         (1025, False),
     ]
+
+
+@pytest.mark.parametrize(
+    ("left", "sizes", "alone", "expected"),
+    [
+        (9, (1, 4), True, 4),
+        (4, (1, 4), True, 4),
+        (3, (1, 4), True, 1),  # the last tokens one by one: no step is computed for nothing
+        (9, (1, 4), False, 1),  # a prompt that is being fed waits for one step at most
+        (9, (1,), True, 1),
+    ],
+)
+def test_a_launch_takes_the_steps_that_all_its_rows_may(left, sizes, alone, expected):
+    launch = Launch((Lane(0, 10, False, left),), 10, False, left)
+    assert steps(launch, sizes, alone=alone) == expected
 
 
 def test_nothing_decodes_in_no_launch():

@@ -31,14 +31,14 @@ class FakeMail:
 class FakeRunner:
     """Draws 100, 101, … in every row; `script` replaces a slot's tokens. Keeps a record of all calls."""
 
-    def __init__(self, slots: int, chunks: tuple[int, ...] = (CHUNK,)):
+    def __init__(self, slots: int, chunks: tuple[int, ...] = (CHUNK,), burst: int = 1):
         self.slots, self.calls, self.script = slots, [], {}
-        self.buckets = Buckets(chunks=chunks, reaches=(1024, 8192), lanes=(slots,))
+        self.buckets = Buckets(chunks=chunks, reaches=(1024, 8192), lanes=(slots,), burst=burst)
         self.reset()
 
     def reset(self):
         self.status, self.left = [IDLE] * self.slots, [0] * self.slots
-        self.drawn, self.next = [-1] * self.slots, [None] * self.slots
+        self.drawn, self.next = [[] for _ in range(self.slots)], [None] * self.slots
 
     def admit(self, slot, options, limit):
         self.calls.append(("admit", slot))
@@ -49,29 +49,33 @@ class FakeRunner:
         fed = min(size, stop - start)
         self.calls.append(("prefill", slot, start, fed))
         if start + fed == len(tokens):
+            self.drawn[slot] = []
             self._draw(slot)
         return fed
 
     def copy_row(self, source, target, length):
         self.calls.append(("copy", source, target, length))
 
-    def decode(self, rows, *, sampled, longest):
-        self.calls.append(("decode", tuple(rows), longest))
+    def decode(self, rows, *, sampled, longest, steps):
+        self.calls.append(("decode", tuple(rows), longest, *([steps] if steps > 1 else [])))
         for slot in rows:
-            self.drawn[slot] = -1
-            if self.status[slot] == RUNNING:
-                self._draw(slot)
+            self.drawn[slot] = []
+            for _ in range(steps):
+                if self.status[slot] == RUNNING:
+                    self._draw(slot)
 
     def _draw(self, slot):
         token = next(self.next[slot])
         self.left[slot] -= 1
-        self.drawn[slot] = abs(token)
+        self.drawn[slot].append(abs(token))
         self.status[slot] = RUNNING if self.left[slot] else FULL
         self.status[slot] = {STOP: STOPPED, -1: BROKEN}.get(token, self.status[slot])
 
     def peek(self, *, wide):
         mail = np.full((self.slots, 1 + MAX_STEPS), -1, np.int32)
-        mail[:, 0], mail[:, 1] = self.status, self.drawn
+        mail[:, 0] = self.status
+        for slot, drawn in enumerate(self.drawn):
+            mail[slot, 1 : 1 + len(drawn)] = drawn
         self.calls.append(("peek",))
         return FakeMail(self, mail)
 
@@ -83,8 +87,8 @@ class FakeRunner:
 class Loop:
     """A scheduler, its fake runner, and requests numbered as they come."""
 
-    def __init__(self, slots: int = 1, *, chunks: tuple[int, ...] = (CHUNK,), **options):
-        self.runner = FakeRunner(slots, chunks)
+    def __init__(self, slots: int = 1, *, chunks: tuple[int, ...] = (CHUNK,), burst: int = 1, **options):
+        self.runner = FakeRunner(slots, chunks, burst)
         reuse = Reuse(self.runner, residency=options.pop("residency", False))
         self.scheduler = Scheduler(self.runner, PhaseLog(enabled=False), reuse, **options)
         self.requests = []
@@ -221,6 +225,54 @@ def test_no_step_is_asked_beyond_the_limit_and_the_longest_row_is_told():
     calls = loop.step(5)
     assert [call for call in calls if call[0] == "decode"] == [("decode", (0,), 3), ("decode", (0,), 4)]
     assert request.finish_reason == "length" and not [call for call in calls if call[0] == "halt"]
+
+
+def test_several_steps_go_into_a_dispatch_until_fewer_are_left():
+    loop = Loop(burst=4)
+    request = loop.submit(length=2, limit=8)
+    calls = loop.step(9)
+    decodes = [call for call in calls if call[0] == "decode"]
+    assert decodes == [("decode", (0,), 6, 4), *[("decode", (0,), 7 + i) for i in range(3)]]
+    assert request.tokens == list(range(100, 108)) and request.finish_reason == "length"
+    assert loop.scheduler.counters["decode_steps"] == 7
+
+
+def test_one_step_goes_into_a_dispatch_while_a_prompt_is_being_fed():
+    loop = Loop(slots=2, burst=4)
+    streaming = loop.submit(limit=99)
+    loop.step(2)
+    loop.submit(length=5 * CHUNK, limit=2)
+    taken = [call[3:] for call in loop.step(8) if call[0] == "decode"]
+    assert taken == [()] * 5 + [(4,)] * 3
+    assert len(streaming.tokens) == 1 + 2 * 4 + 5 + 2 * 4  # the last is on its way
+
+
+@pytest.mark.parametrize(("last", "reason"), [(STOP, "stop"), (-1, "error")])
+def test_what_ends_a_row_in_the_middle_of_a_dispatch_ends_it_behind_the_tokens_before(last, reason):
+    loop = Loop(slots=2, burst=4)
+    loop.runner.script[0] = [5, 6, 7, last, 8, 9]
+    ended, other = loop.submit(limit=9), loop.submit(limit=9)
+    loop.step(12)
+    assert (ended.tokens, ended.finish_reason) == ([5, 6, 7], reason)
+    assert other.tokens == list(range(100, 109))
+
+
+def test_a_row_that_the_host_ends_in_the_middle_of_a_dispatch_is_cut_where_it_ended(monkeypatch):
+    """Even if the device ended it later in the same dispatch: it holds tokens that were not delivered."""
+    loop = Loop(burst=4)
+    loop.runner.script[0] = [5, 6, 7, STOP]
+    request = loop.submit(length=2, limit=9)
+    receive = request.receive
+
+    def stop_at_6(token, logprobs):
+        receive(token, logprobs)
+        if token == 6:
+            request.finish("stop")
+
+    monkeypatch.setattr(request, "receive", stop_at_6)
+    calls = loop.step(4)
+    assert (request.tokens, request.finish_reason) == ([5, 6], "stop")
+    assert [call for call in calls if call[0] == "halt"] == [("halt", 0, 4)]
 
 
 def test_a_stop_token_ends_a_row_without_a_halt_and_is_left_out():

@@ -36,7 +36,7 @@ def decode_step(number, at, *, kernels=3, updates=0):
     """One step as a healthy engine leaves it: one graph, then one loose launch and one copy for the peek."""
     correlation = 1000 + number
     events = [
-        mark("decode", at, step_num=number, tokens=2),
+        mark("decode", at, step_num=number, tokens=1),
         program("decode", at + 10_000),
         host("command_buffer::execute", at + 20_000, num_executions=number),
         host("cuGraphLaunch", at + 21_000, correlation_id=correlation),
@@ -67,8 +67,8 @@ def gpu_trace(steps=5, **of_each):
 
 def test_each_steady_step_has_the_launches_of_its_own_dispatch():
     report = summarise(gpu_trace(steps=5))
-    assert (report.device, report.steps, report.steady_steps, report.tokens_per_step) == ("gpu", 5, 4, 2)
-    for figures in (report.per_step, *report.each_step):
+    assert (report.device, report.steps, report.steady_steps, report.steps_per_dispatch) == ("gpu", 5, 4, 1)
+    for figures in (report.per_step, *report.each_dispatch):
         assert (figures.graph_launches, figures.executes, figures.loose_launches, figures.copies) == (
             1,
             1,
@@ -79,12 +79,37 @@ def test_each_steady_step_has_the_launches_of_its_own_dispatch():
     assert report.totals.graph_launches == 4
 
 
+def burst(number, at, *, steps=4):
+    """A dispatch of several steps: a graph launch each."""
+    events = [mark("decode", at, step_num=number, tokens=steps), program("decode", at + 10_000)]
+    for step in range(steps):
+        correlation = 100 * (1 + number) + step
+        launched = at + 12_000 + 10_000 * step
+        events.append(host("cuGraphLaunch", launched, correlation_id=correlation))
+        events += [
+            kernel(name, at + 200_000 * (1 + step) + 50_000 * index, 50_000, correlation, cuda_graph_id=7)
+            for index, name in enumerate(("fusion_0", "wide_x", "wide_x"))
+        ]
+    return events
+
+
+def test_a_dispatch_of_several_steps_is_reported_by_the_step():
+    kinds = Kinds({"fusion_0": "norm"}, [Call("wide", "attention"), Call("wide", "mlp")])
+    events = [event for number in range(3) for event in burst(number, number * STEP_NS)]
+    report = summarise(events, {"decode": kinds})
+    assert (report.steps, report.steady_steps, report.steps_per_dispatch) == (12, 8, 4)
+    assert report.per_step.graph_launches == 1 and report.per_step.wall_ms == pytest.approx(0.25)
+    assert [figures.graph_launches for figures in report.each_dispatch] == [4, 4]
+    assert kernels_of_kinds(report) == {"norm": 1, "attention": 1, "mlp": 1}
+    assert "8 steady steps of 12, up to 4 a dispatch" in report.table()
+
+
 def test_updates_records_and_evictions_are_counted():
     events = gpu_trace(steps=4, updates=2)
     events += [host("command_buffer::record", 2.2 * STEP_NS), host("EvictCommandBuffers", 2.3 * STEP_NS)]
     report = summarise(events)
     assert (report.per_step.updates, report.totals.records, report.totals.evictions) == (2, 1, 1)
-    assert [figures.records for figures in report.each_step] == [0, 1, 0]
+    assert [figures.records for figures in report.each_dispatch] == [0, 1, 0]
 
 
 def test_a_prefill_that_is_still_running_is_not_part_of_decode():
@@ -128,7 +153,7 @@ def test_busy_time_is_the_union_of_overlapping_streams():
 def test_gaps_within_and_between_steps_are_what_the_device_did_not_use():
     report = summarise(gpu_trace(steps=3))
     assert report.per_step.busy_ms == pytest.approx(0.45)
-    assert [figures.gap_ms for figures in report.each_step] == [pytest.approx(0.1)] * 2
+    assert [figures.gap_ms for figures in report.each_dispatch] == [pytest.approx(0.1)] * 2
     assert report.totals.gap_ms == pytest.approx(2.95 - 1.4 - 0.9)  # last end, first start, busy
 
 
@@ -233,7 +258,7 @@ def test_each_prefill_chunk_has_the_work_that_it_launched_however_late():
         events.append(host("cuGraphLaunch", launched + 1_000, correlation_id=number))
         events.append(kernel("gemm", ran, 100_000 * (1 + number), number, tf_op="jit(prefill)/mlp/dot"))
     report = summarise(events)
-    chunks = report.prefill.each_step
+    chunks = report.prefill.each_dispatch
     assert [one.graph_launches for one in chunks] == [1, 1]
     assert [one.busy_ms for one in chunks] == [pytest.approx(0.1), pytest.approx(0.2)]
     assert report.prefill.layers[0]["kind"] == "mlp" and report.prefill.layers[0]["kernels_per_step"] == 1
@@ -347,6 +372,21 @@ ENTRY %main (s: f32[4]) -> f32[4] {
     ]
 
 
+def test_calls_in_the_body_of_a_loop_are_listed_once():
+    text = """HloModule jit_decode
+
+%body.1 (p: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %run.7 = f32[4]{0} custom-call(%p), metadata={op_name="jit(decode)/while/body/attention/attend/run"}
+  %run.8 = f32[4]{0} custom-call(%p), metadata={op_name="jit(decode)/while/body/mlp/wide/run"}
+}
+
+ENTRY %main (s: f32[4]) -> f32[4] {
+  %while.2 = (s32[], f32[4]{0}) while(%s), condition=%condition.1, body=%body.1
+}
+"""
+    assert list(kinds_from_hlo(text).calls) == [Call("attend", "attention"), Call("wide", "mlp")]
+
+
 # ---- a real trace
 
 
@@ -418,12 +458,13 @@ def test_copy_bandwidth_is_that_of_memory():
     assert 1e9 < found < 2e13  # between an old laptop and twice the fastest GPU
 
 
-def test_programs_without_graphs_stand_in_for_those_that_ran_last_inside_the_block_only():
+def test_programs_without_graphs_stand_in_for_those_that_ran_inside_the_block_only():
     engine = scripted(slots=2, context=128, reuse=False)
     params = jaxserve.SamplingParams(max_tokens=5, ignore_eos=True)
-    before = engine.generate([1, 2, 3], params).tokens
     runner = engine._runner
-    programs, last = dict(runner.programs), set(runner.last_programs.values())
+    runner.ran.clear()
+    before = engine.generate([1, 2, 3], params).tokens
+    programs, last = dict(runner.programs), set(runner.ran)
     assert {name[0] for name in last} == {"decode", "prefill"}
     with trace.graphs_off(runner):
         replaced = {name for name in programs if runner.programs[name] is not programs[name]}

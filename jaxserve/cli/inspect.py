@@ -28,6 +28,7 @@ from jaxserve.config import ModelConfig
 from jaxserve.engine import DEFAULT_CONTEXT
 from jaxserve.gguf.hyperparameters import read_config
 from jaxserve.gguf.reader import GGUFFile, open_gguf
+from jaxserve.models.mixers import follows_real_length
 from jaxserve.models.weights import resolve_mode
 from jaxserve.state import state_nbytes
 from jaxserve.trace.report import columns
@@ -38,6 +39,7 @@ SIZES = {
     "chunks": "prefill tokens",
     "reaches": "cached positions a decode step reads",
     "lanes": "decode rows",
+    "burst": "decode steps a dispatch, at most",
 }
 
 
@@ -66,7 +68,15 @@ def run(args: argparse.Namespace) -> int:
     state = state_nbytes(config, slots=slots, context=context, kv_dtype=args.kv_dtype)
     contexts = sorted({max(1, context // 4), context, max(context, min(4 * context, config.context_length))})
     report = describe(file, config, tensors, mode) | {
-        "buckets": dataclasses.asdict(Buckets.of(context, slots, platform)),
+        "buckets": dataclasses.asdict(
+            Buckets.of(
+                context,
+                slots,
+                platform,
+                one_reach=follows_real_length(config, args.kv_dtype),
+                weights_nbytes=weights,
+            )
+        ),
         "memory": {
             "context": context,
             "slots": slots,
@@ -203,7 +213,8 @@ def text(report: dict) -> str:
         f"  {weights} weights + {state} state = {total}",
         "compiled sizes: "
         + "; ".join(
-            f"{SIZES[name]} {', '.join(map(str, sizes))}" for name, sizes in report["buckets"].items()
+            f"{SIZES[name]} {', '.join(map(str, np.atleast_1d(sizes)))}"
+            for name, sizes in report["buckets"].items()
         ),
         "",
         f"a slot takes {mib(memory['slot_fixed_bytes'])} and {memory['slot_token_bytes'] / 1024:,.1f} KiB "

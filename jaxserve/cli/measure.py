@@ -119,18 +119,19 @@ def tokens_needed(depth: int, generate: int, *, repetitions: int, rows: int = 1)
 
 
 def host_dispatch_s(engine: jaxserve.Engine, rows: int = 1) -> float:
-    """Seconds the host takes to hand one decode step to the device: the mean over a few that are not waited
-    for. The rows are idle, which costs the host the same.
+    """Seconds the host takes for each decode step it hands to the device: the mean over a few dispatches that
+    are not waited for. The rows are idle, which costs the host the same.
     """
     runner = engine._runner
+    steps = runner.buckets.steps(runner.buckets.lane(rows))[-1]
     with engine._lock, jax.no_tracing(True):
         jax.block_until_ready(runner.state)
         begin = time.perf_counter()
         for _ in range(DISPATCHES):
-            runner.decode([engine.slots] * rows, sampled=False, longest=1)
+            runner.decode([engine.slots] * rows, sampled=False, longest=1, steps=steps)
         seconds = time.perf_counter() - begin
         jax.block_until_ready(runner.state)
-    return seconds / DISPATCHES
+    return seconds / (DISPATCHES * steps)
 
 
 def traffic(

@@ -4,7 +4,7 @@ Runs one prefill and some decode steps under the profiler, prints what a step co
 The trace itself lies under DIR/plugins/profile and opens in XProf, TensorBoard or Perfetto. On a GPU look for
 1 graph launch a step and 0 updates, records and evictions. Each layer kind shows the bytes it has to move in
 a step, its speed and what part that is of a copy's on the same device. The last line is the report as one
-JSON object; report.json has every step as well.
+JSON object; report.json has every dispatch as well.
 
 Where a graph hides which layer its kernels belong to, a second trace follows, in DIR/named, with graphs off:
 its names are right, its timings are not.
@@ -154,8 +154,8 @@ def trace_named(engine, args: argparse.Namespace, folder: Path) -> TraceReport:
 
 
 def compact(report: dict) -> dict:
-    """A report without its longest parts, every single step."""
-    short = {name: value for name, value in report.items() if name != "each_step"}
+    """A report without its longest parts, every single dispatch."""
+    short = {name: value for name, value in report.items() if name != "each_dispatch"}
     return short | {
-        "prefill": {name: value for name, value in report["prefill"].items() if name != "each_step"}
+        "prefill": {name: value for name, value in report["prefill"].items() if name != "each_dispatch"}
     }

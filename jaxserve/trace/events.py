@@ -1,7 +1,8 @@
 """The events of a trace, and which step each belongs to. Plain data, so that no GPU is needed to test it.
 
-The host opens an annotation around each dispatch of a step: "decode" (its stats: `step_num`, and `tokens`
-when one dispatch draws several) or "prefill". A step lasts until the next annotation opens.
+The host opens an annotation around each dispatch: "decode" (its stats: `step_num`, and `tokens`, the number
+of steps that it takes: each draws one) or "prefill". Such a dispatch is called a step here: it lasts until
+the next annotation opens.
 
 * A host event belongs to the step in which it begins, unless a program of the other phase is being launched
   then. The n-th run of a prefill program belongs to the n-th prefill step, however late another thread

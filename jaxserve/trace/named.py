@@ -10,14 +10,13 @@ GRAPHS_OFF = {"xla_gpu_enable_command_buffer": ""}  # the list of what may be re
 
 @contextlib.contextmanager
 def graphs_off(runner: Runner) -> Iterator[None]:
-    """Run the programs that ran last compiled without graphs, as long as the block lasts.
+    """Run the programs of the last trace compiled without graphs, as long as the block lasts.
 
-    Only `last_programs` are compiled again: repeat in the block what was run before it.
+    Only those are compiled again: repeat in the block what was run there.
     """
     programs = runner.programs
     runner.programs = programs | {
-        name: runner.lower(name).compile(compiler_options=GRAPHS_OFF)
-        for name in set(runner.last_programs.values())
+        name: runner.lower(name).compile(compiler_options=GRAPHS_OFF) for name in runner.ran
     }
     try:
         yield

@@ -32,11 +32,11 @@ class Figures:
 class Phase:
     """The steps of one kind, decode or prefill; `per_step` are the means over the steady ones."""
 
-    steps: int = 0  # dispatches in the trace
+    steps: int = 0  # in the trace; of prefill: chunks
     steady_steps: int = 0
     per_step: Figures = dataclasses.field(default_factory=Figures)
     totals: Figures = dataclasses.field(default_factory=Figures)  # over the steady steps
-    each_step: list[Figures] = dataclasses.field(default_factory=list)  # of the steady steps
+    each_dispatch: list[Figures] = dataclasses.field(default_factory=list)  # of the steady steps
     # rows of `layers`: kind, ms_per_step, share, kernels_per_step and, after `add_traffic`, mb_per_step,
     # gb_per_s, percent_of_copy
     layers: list[dict] = dataclasses.field(default_factory=list)
@@ -86,7 +86,7 @@ class TraceReport(Phase):
 
     path: str = ""
     device: str = "cpu"  # "cpu" | "gpu"
-    tokens_per_step: int = 1  # of each row
+    steps_per_dispatch: int = 1  # at most; a step draws a token of each row
     prefill: Phase = dataclasses.field(default_factory=Phase)  # a step is one chunk; all of them are steady
     programs: list[dict] = dataclasses.field(default_factory=list)  # whole trace: name, executions, counts
     whole: dict[str, int] = dataclasses.field(default_factory=dict)  # host counts of the whole trace
@@ -102,7 +102,7 @@ class TraceReport(Phase):
             return "no decode step in this trace"
         parts = [
             f"decode on {self.device}: {self.steady_steps} steady steps of {self.steps}, "
-            f"{self.tokens_per_step} token(s) a row each, {self.per_step.wall_ms:.3f} ms a step",
+            f"up to {self.steps_per_dispatch} a dispatch, {self.per_step.wall_ms:.3f} ms a step",
             super().table(),
         ]
         if self.prefill.steps:

@@ -13,6 +13,7 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CALLED = re.compile(r"calls=%?([\w.\-]+)")
+_BODY = re.compile(r" while\(.*\bbody=%?([\w.\-]+)")
 _CUSTOM_CALL = " custom-call("
 
 
@@ -28,10 +29,10 @@ class Kinds:
     """Layer kinds of a program's kernels."""
 
     by_name: Mapping[str, str] = dataclasses.field(default_factory=dict)  # kernel name → layer kind
-    calls: Sequence[Call] = ()  # in the order they run
+    calls: Sequence[Call] = ()  # in the order they run, those of a loop once
 
     def of_calls(self, names: Sequence[str]) -> list[str | None]:
-        """Layer kinds of the kernels of one step that no instruction is named after, in the order they ran.
+        """Layer kinds of a dispatch's kernels that no instruction is named after, in the order they ran.
 
         By the name of the call; where calls of that name, or without one, have several kinds, by the kernel's
         place among them; else by a layer kind in its name ("decode_attention_12_2"), or None.
@@ -65,24 +66,26 @@ def kinds_from_hlo(text: str) -> Kinds:
 
     Kernels are named after their HLO instruction, also in a graph, where no scope survives. A fusion whose
     own metadata names no scope takes the most common one of what it fused. Kernels that XLA did not generate
-    have names of their own: those of the entry computation, which is in the order of execution, are listed as
-    calls. XLA wraps some of them into a fusion that slices their operands.
+    have names of their own: those of the entry computation and of a loop's body, which are in the order of
+    execution, are listed as calls. XLA wraps some of them into a fusion that slices their operands.
     """
+    in_order = set(_BODY.findall(text))
     inside: dict[str, Counter] = defaultdict(Counter)  # computation -> kinds of its instructions
     wrapped: dict[str, str] = {}  # computation -> path of the custom call in it
     found, callers, calls = [], [], []
-    computation, is_entry = "", False
+    computation, is_listed = "", False
     for line in text.splitlines():
         if match := _COMPUTATION.match(line):
-            computation, is_entry = match[1], line.startswith("ENTRY")
+            computation = match[1]
+            is_listed = line.startswith("ENTRY") or computation in in_order
         elif match := _INSTRUCTION.match(line):
             scope, called = _OP_NAME.search(line), _CALLED.search(line)
             path = scope[1] if scope else ""
             kind = kind_of(path)
             is_call = _CUSTOM_CALL in line
-            if is_call and not is_entry:
+            if is_call and not is_listed:
                 wrapped[computation] = path
-            if is_entry and (is_call or (called and called[1] in wrapped)):
+            if is_listed and (is_call or (called and called[1] in wrapped)):
                 path = path if is_call else wrapped[called[1]]
                 calls.append(Call(_call_name(path), kind_of(path)))
             elif kind:
@@ -101,10 +104,13 @@ def _call_name(path: str) -> str:
 
 
 def _spread(kinds: list[str | None], count: int) -> list[str | None]:
-    """One kind for all kernels, or one for each; None for each where their number does not fit."""
+    """One kind for all kernels, or one for each, turn after turn of a loop; None for each where their number
+    does not fit.
+    """
     if len(set(kinds)) == 1:
         return kinds[:1] * count
-    return kinds if len(kinds) == count else [None] * count
+    turns, rest = divmod(count, len(kinds) or 1)
+    return kinds * turns if kinds and not rest else [None] * count
 
 
 def _begins(kernel: str, name: str) -> bool:

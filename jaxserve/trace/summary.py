@@ -33,8 +33,8 @@ def summarise(events: Iterable[Event], kinds: Mapping[str, Kinds] = {}) -> Trace
 
     kinds: {phase: layer kinds of the kernels of its program}, for kernels whose own stats name none.
 
-    Steady is every decode step that another one follows: between the last one and the next request the engine
-    does other work. Every prefill chunk counts.
+    Steady is every decode dispatch that another one follows: between the last one and the next request the
+    engine does other work. Every prefill chunk counts.
     """
     timeline = Timeline(events)
     names = [step.name for step in timeline.steps]
@@ -42,20 +42,20 @@ def summarise(events: Iterable[Event], kinds: Mapping[str, Kinds] = {}) -> Trace
     steady = [index for index in decodes if names[index + 1 : index + 2] == [DECODE]]
     counted = steady or decodes[:1]  # a trace of a single step: better unbounded than empty
     chunks = [index for index, name in enumerate(names) if name == PREFILL]
-    decode = _phase(timeline, counted, kinds.get(DECODE, Kinds()), steps=len(decodes))
-    tokens = (int(timeline.steps[step].stats.get("tokens", 1)) for step in counted)
+    decode = _phase(timeline, decodes, counted, kinds.get(DECODE, Kinds()))
     return TraceReport(
         **{field.name: getattr(decode, field.name) for field in dataclasses.fields(Phase)},
         device="gpu" if timeline.on_gpu else "cpu",
-        tokens_per_step=max(tokens, default=1),
-        prefill=_phase(timeline, chunks, kinds.get(PREFILL, Kinds()), steps=len(chunks)),
+        steps_per_dispatch=max((_steps(timeline, index) for index in counted), default=1),
+        prefill=_phase(timeline, chunks, chunks, kinds.get(PREFILL, Kinds())),
         programs=_by_program(timeline) if timeline.on_gpu else _cpu_programs(timeline),
         whole=_counts(timeline.every_host) if timeline.on_gpu else {},
         note=NO_NAMES.format(share=decode.hidden_share) if decode.hides_names else "",
     )
 
 
-def _phase(timeline: Timeline, counted: list[int], kinds: Kinds, *, steps: int) -> Phase:
+def _phase(timeline: Timeline, dispatches: list[int], counted: list[int], kinds: Kinds) -> Phase:
+    steps, steady = (sum(_steps(timeline, index) for index in some) for some in (dispatches, counted))
     each = [_figures(timeline, step) for step in counted]
     totals = _total(each)
     unbroken = [[event for step in run for event in timeline.device[step]] for run in _runs(counted)]
@@ -64,13 +64,17 @@ def _phase(timeline: Timeline, counted: list[int], kinds: Kinds, *, steps: int) 
     named = [pair for step in counted for pair in _named(timeline.device[step], kinds)]
     return Phase(
         steps=steps,
-        steady_steps=len(each),
-        per_step=_mean(totals, len(each)),
+        steady_steps=steady,
+        per_step=_mean(totals, steady),
         totals=totals,
-        each_step=each,
-        layers=_by_kind(named, len(each)),
-        top_kernels=_most_expensive(named, len(each)),
+        each_dispatch=each,
+        layers=_by_kind(named, steady),
+        top_kernels=_most_expensive(named, steady),
     )
+
+
+def _steps(timeline: Timeline, dispatch: int) -> int:
+    return int(timeline.steps[dispatch].stats.get("tokens", 1))
 
 
 def _counts(host: Iterable[Event]) -> dict[str, int]:
