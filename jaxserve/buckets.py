@@ -6,9 +6,10 @@ CHUNKS = {"cpu": (32, 256), "gpu": (64, 128, 512)}  # tokens of a prefill call, 
 FIRST_REACH = 1024  # cached positions a short row's decode step looks at; larger reaches grow by REACH_FACTOR
 REACH_FACTOR = 4
 SCORE_CHUNK = 64  # tokens of a teacher-forced call: its logits are [64, V] f32
-BURST = {"gpu": 4}  # decode steps of a call, by platform, where the host needs longer for one than the device
-BURST_BYTES = 2e9  # the largest weights of which that is so, and
-BURST_LANES = 8  # the most lanes
+# Decode steps of a call, by platform: (weights of at most so many bytes, steps); of so many lanes at most.
+# There a step takes the device less than twice as long as the host.
+BURSTS = {"gpu": ((2e9, 4), (8e9, 2))}
+BURST_LANES = 8
 
 
 def chunk_sizes(platform: str) -> tuple[int, ...]:
@@ -20,7 +21,8 @@ def burst_steps(platform: str, weights_nbytes: int, *, one_reach: bool) -> int:
     """The most decode steps of a call: several where a step reads so little that the host would be late.
     With more than one reach a step is slower, and the programs would become too many.
     """
-    return BURST.get(platform, 1) if one_reach and weights_nbytes <= BURST_BYTES else 1
+    sizes = BURSTS.get(platform, ()) if one_reach else ()
+    return next((steps for limit, steps in sizes if weights_nbytes <= limit), 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,6 +43,16 @@ def path(request):
     return tiny_path(MODELS[request.param])
 
 
+@pytest.mark.parametrize(("gigabytes", "steps"), [(1, 4), (2, 4), (2.1, 2), (5, 2), (9, 1)])
+def test_a_small_model_takes_several_steps_a_dispatch_on_a_gpu_with_kernels(gigabytes, steps):
+    shape = dict(weights_nbytes=int(gigabytes * 1e9), one_reach=True)
+    assert buckets.Buckets.of(4096, 16, "gpu", **shape).steps(8) == tuple(sorted({1, steps}))
+    assert buckets.Buckets.of(4096, 16, "gpu", **shape).steps(16) == (1,)
+    for other in (dict(one_reach=False), dict(pinned=True)):
+        assert buckets.Buckets.of(4096, 16, "gpu", **(shape | other)).steps(1) == (1,)
+    assert buckets.Buckets.of(4096, 16, "cpu", **shape).steps(1) == (1,)
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_the_answers_are_those_of_single_steps(path, options):
     for count in (1, 2, 5, 6, 17):
