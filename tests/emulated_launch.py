@@ -10,7 +10,8 @@ import contextlib
 import jax.numpy as jnp
 import numpy as np
 
-from tests.emulated_register import Register, install, rounded_to_bf16
+from tests import emulated_arithmetic as arithmetic
+from tests.emulated_register import Register, install
 
 GUARD = 256  # bytes between arrays that no access may touch
 PEER = 24  # a peer's shared address: its number in the cluster + 1 above these bits
@@ -72,8 +73,8 @@ class Launch:
     def install(self, monkeypatch, modules) -> None:
         """This launch in the place of `jaxserve.ptx` for these modules."""
         names = [name for name in dir(self) if not name.startswith("_") and callable(getattr(self, name))]
-        functions = {name: getattr(self, name) for name in names} | {"Register": Register}
-        install(monkeypatch, functions, modules)
+        own = {name: getattr(self, name) for name in names} | {"Register": Register}
+        install(monkeypatch, arithmetic.FUNCTIONS | own, modules)
 
     def _full(self, value, dtype):
         return Register(np.full(self.count, value, dtype))
@@ -83,14 +84,11 @@ class Launch:
     def constant(self, x):
         return self._full(x, np.float32 if isinstance(x, float) else np.uint32)
 
+    def pinned(self, bits):
+        return self.constant(bits)
+
     def zeros(self, count):
         return [self.constant(0.0)] * count
-
-    def select(self, predicate, a, b):
-        return Register(np.where(predicate.lanes, a.lanes, b.lanes))
-
-    def both(self, a, b):
-        return Register(a.lanes & b.lanes)
 
     @contextlib.contextmanager
     def when(self, predicate):
@@ -102,7 +100,7 @@ class Launch:
     def choose(self, predicate, yes, no):
         with self.when(predicate):
             taken = yes()
-        return [self.select(predicate, a, b) for a, b in zip(taken, no, strict=True)]
+        return [arithmetic.select(predicate, a, b) for a, b in zip(taken, no, strict=True)]
 
     def loop(self, count, carry, body):
         count = count if isinstance(count, Register) else self.constant(count)
@@ -110,7 +108,7 @@ class Launch:
             runs = Register(count.lanes > i)
             with self.when(runs):
                 after = body(self.constant(i), carry)
-            carry = [self.select(runs, a, b) for a, b in zip(after, carry, strict=True)]
+            carry = [arithmetic.select(runs, a, b) for a, b in zip(after, carry, strict=True)]
         return carry
 
     def thread_index(self):
@@ -134,6 +132,9 @@ class Launch:
         assert self.exists[at[self.mask]].all(), "outside of the arrays"
         assert (at[self.mask, 0] % min(nbytes, 16) == 0).all(), "misaligned"
         return at
+
+    def load_global(self, address, offset, count):
+        return self.load_ahead(address, offset, count)
 
     def load_ahead(self, address, offset, count):
         words = self.memory[self._bytes(address, offset, 4 * count)].view(np.uint32)
@@ -193,26 +194,58 @@ class Launch:
         self.store_shared(address, 0, values)
         self._arrived(barrier, 4 * len(values))
 
+    def add_shared(self, address, value):
+        """One thread after the other. It orders what they did before."""
+        block, word = self._shared_words(address, 0, 1)
+        place = block * self.shared.words.shape[1] + word
+        order = np.argsort(place, kind="stable")
+        sorted_places = place[order]
+        rank = np.empty(len(place), np.uint32)
+        rank[order] = np.arange(len(place)) - np.searchsorted(sorted_places, sorted_places)
+        before = np.zeros(self.count, np.uint32)
+        before[self.mask] = self.shared.words[block, word] + np.uint32(value) * rank
+        np.add.at(self.shared.words, (block, word), np.uint32(value))
+        self.shared.barrier()
+        return Register(before)
+
+    # ---- mbarriers: a word of bytes that are missing, a word 2 · phases that are over + whether the next one
+    # has been announced
+
     def _arrived(self, barrier, nbytes):
-        """Counted by the mbarrier, a word of shared memory here."""
         block, word = self._shared_words(barrier, 0, 2)
         np.subtract.at(self.shared.words, (block, word), np.uint32(nbytes))
+        self._turn(block, word)
+
+    def _turn(self, block, word):
+        """A phase that was announced and misses no byte is over."""
+        words = self.shared.words
+        block, word = np.unique(np.stack([block, word]), axis=1)
+        over = (words[block, word] == 0) & (words[block, word + 1] % 2 == 1)
+        words[block[over], word[over] + 1] += np.uint32(1)
 
     def barrier_init(self, barrier):
         block, word = self._shared_words(barrier, 0, 2)
-        self.shared.words[block, word] = 0
+        self.shared.words[block, word] = self.shared.words[block, word + 1] = 0
 
     def barrier_fence(self):
         pass
 
     def barrier_expect(self, barrier, nbytes):
         block, word = self._shared_words(barrier, 0, 2)
+        assert (self.shared.words[block, word + 1] % 2 == 0).all(), "announced before the last phase is over"
         np.add.at(self.shared.words, (block, word), nbytes.lanes[self.mask])
+        np.add.at(self.shared.words, (block, word + 1), np.uint32(1))
+        self._turn(block, word)
 
     def barrier_wait(self, barrier, parity):
         block, word = self._shared_words(barrier, 0, 2)
-        assert (self.shared.words[block, word] == 0).all(), "bytes announced and bytes sent differ"
+        phases = self.shared.words[block, word + 1] // 2
+        assert (phases % 2 != parity.lanes[self.mask]).all(), "a phase that does not end, or the one after it"
         self.shared.barrier()
+
+    def bulk_copy(self, target, source, nbytes, barrier):
+        self.barrier_expect(barrier, self.constant(nbytes))
+        self.bulk_copy_kept(target, source, self.constant(nbytes), barrier)
 
     def peer_address(self, address, block):
         return Register(address.lanes + ((block.lanes + np.uint32(1)) << np.uint32(PEER)))
@@ -235,101 +268,52 @@ class Launch:
     def cluster_wait(self):
         self._barrier(self.threads)  # blocks that have left do not count
 
-    # ---- across lanes
-
-    def _lanes(self, register):
-        return register.lanes.reshape(-1, 32)
-
     def shuffle(self, value, lane):
+        values = value.lanes.reshape(-1, 32)
         lane = lane.lanes.reshape(-1, 32) if isinstance(lane, Register) else np.full((1, 1), lane)
-        lane = np.broadcast_to(lane, self._lanes(value).shape).astype(np.int64)
-        return Register(np.take_along_axis(self._lanes(value), lane, 1).reshape(-1))
+        lane = np.broadcast_to(lane, values.shape).astype(np.int64)
+        return Register(np.take_along_axis(values, lane, 1).reshape(-1))
 
-    def shuffle_xor(self, value, distance):
-        return Register(self._lanes(value)[:, np.arange(32) ^ distance].reshape(-1))
+    # ---- wgmma: done at once
 
-    def transpose_8x8(self, value):
-        halves = value.lanes.view(np.uint16).reshape(-1, 8, 8).transpose(0, 2, 1)
-        return Register(np.ascontiguousarray(halves).reshape(-1).view(np.uint32))
-
-    # ---- arithmetic
-
-    def fma(self, a, b, c):
+    def wgmma(self, acc, a, descriptor, of="f16"):
+        """Shared memory is read where a warpgroup takes part: by all of its warps."""
+        leaders = np.flatnonzero(self.mask.reshape(-1, 128).all(1))
+        assert (self.mask.reshape(-1, 128).any(1).sum()) == len(leaders), (
+            "a warpgroup of which some are missing"
+        )
+        columns = 2 * len(acc)
+        where = descriptor.lanes.reshape(-1, 128)[leaders]
+        assert (where == where[:, :1]).all(), "the warps of a warpgroup have different operands"
+        start, k_stride, n_stride = (
+            ((where[:, :1] >> np.uint64(shift) & np.uint64(0x3FFF)) << np.uint64(4)).astype(np.int64)
+            for shift in (0, 16, 32)
+        )
+        # words of a column's 16 slots: two core matrices, 4 words of each
+        column, word = np.divmod(np.arange(columns * 8), 8)
+        at = start + column // 8 * n_stride + column % 8 * 16 + word // 4 * k_stride + word % 4 * 4
+        words = np.empty(at.shape, np.uint32)
+        for warp in range(4):
+            thread = leaders[:, None] * 128 + 32 * warp
+            words[:] = self.shared.read(self.block[thread], at // 4, self.warp[thread])
+        view = np.float16 if of == "f16" else np.uint16
+        values = words.reshape(len(leaders), columns, 8).view(view)
+        if of == "bf16":
+            values = (values.astype(np.uint32) << 16).view(np.float32)
+        right = np.zeros((self.count // 128, 16, columns))
+        right[leaders] = values.astype(np.float64).transpose(0, 2, 1)
         with np.errstate(all="ignore"):
-            return Register((a.lanes.astype(np.float64) * b.lanes + c.lanes).astype(np.float32))
+            product = arithmetic.operand_a(a, of) @ np.repeat(right, 4, axis=0)
+        return arithmetic.accumulated(acc, product)
 
-    def minimum(self, a, b):
-        return Register(np.minimum(a.lanes, b.lanes))
+    def wgmma_fence(self):
+        pass
 
-    def maximum(self, a, b):
-        return Register(np.fmax(a.lanes, b.lanes))
+    def wgmma_commit(self):
+        pass
 
-    def absolute(self, a):
-        return Register(np.abs(a.lanes))
-
-    def exp2(self, a):
-        with np.errstate(all="ignore"):
-            return Register(np.exp2(a.lanes))
-
-    def reciprocal(self, a):
-        with np.errstate(all="ignore"):
-            return Register(np.float32(1) / a.lanes)
-
-    def reciprocal_root(self, a):
-        with np.errstate(all="ignore"):
-            return Register(np.float32(1) / np.sqrt(a.lanes))
-
-    def unpack_f16x2(self, word):
-        halves = word.lanes.view(np.float16).reshape(-1, 2).astype(np.float32)
-        return [Register(halves[:, i].copy()) for i in range(2)]
-
-    def pack_f16x2(self, low, high):
-        with np.errstate(all="ignore"):
-            halves = np.stack([low.lanes, high.lanes], 1).astype(np.float16)
-        return Register(halves.reshape(-1).view(np.uint32))
-
-    def unpack_bf16x2(self, word):
-        return [(word << 16).as_f32(), (word & 0xFFFF0000).as_f32()]
-
-    def pack_bf16x2(self, low, high):
-        return Register(rounded_to_bf16(low.lanes, high.lanes))
-
-    def choose_bytes(self, a, b, selector):
-        source = np.stack([a.lanes, b.lanes], 1).view(np.uint8)
-        picks = [selector >> 4 * i & 7 for i in range(4)]
-        return Register(np.ascontiguousarray(source[:, picks]).view(np.uint32)[:, 0])
-
-    def mma(self, c, a, b, of="f16"):
-        """m16n8k16 with exact products, summed in f64 and rounded once."""
-        unpack = {"f16": self.unpack_f16x2, "bf16": self.unpack_bf16x2}[of]
-        warps = self.count // 32
-        left, right, total = np.empty((warps, 16, 16)), np.empty((warps, 16, 8)), np.empty((warps, 16, 8))
-        g, t = np.arange(32) // 4, np.arange(32) % 4
-        for i, register in enumerate(a):
-            for p, half in enumerate(unpack(register)):
-                left[:, g + 8 * (i % 2), 8 * (i // 2) + 2 * t + p] = self._lanes(half)
-        for i, register in enumerate(b):
-            for p, half in enumerate(unpack(register)):
-                right[:, 8 * i + 2 * t + p, g] = self._lanes(half)
-        places = [(g + 8 * (i // 2), 2 * t + i % 2) for i in range(4)]
-        for (row, column), register in zip(places, c, strict=True):
-            total[:, row, column] = self._lanes(register)
-        with np.errstate(all="ignore"):
-            total = (total + left @ right).astype(np.float32)
-        return [Register(total[:, row, column].reshape(-1)) for row, column in places]
-
-    def mma_tf32(self, c, a, b):
-        """c + a @ b with the low bits of a and b cut off, summed in f64 and rounded once."""
-
-        def dealt(registers):
-            words = np.stack([r.lanes.reshape(-1, 8, 4) for r in registers], 1)
-            return (words.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
-
-        a, b, warps = dealt(a), dealt(b), self.count // 32  # [warps, registers, g, t]
-        left = a.reshape(warps, 2, 2, 8, 4).transpose(0, 2, 3, 1, 4).reshape(warps, 16, 8)
-        right = b.transpose(0, 1, 3, 2).reshape(warps, 8, 8)
-        product = (left @ right).reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)
-        return [Register((x.lanes + p).astype(np.float32)) for x, p in zip(c, product, strict=True)]
+    def wgmma_wait(self, groups):
+        pass
 
 
 def emulated(monkeypatch, modules):
