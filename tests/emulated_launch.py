@@ -7,12 +7,15 @@ is checked: inside an array, aligned, in shared memory ordered by a barrier wher
 
 import contextlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests import emulated_arithmetic as arithmetic
 from tests.emulated_register import Register, install
 
+THREADS_AT_ONCE = 4096
 GUARD = 256  # bytes between arrays that no access may touch
 PEER = 24  # a peer's shared address: its number in the cluster + 1 above these bits
 
@@ -48,14 +51,8 @@ class Launch:
     """
 
     def __init__(self, blocks: int, warps: int, cluster: int, arrays, shared_words: list[int]):
-        self.threads, self.warps, self.cluster = 32 * warps, warps, cluster
-        self.count = blocks * self.threads
-        thread = np.arange(self.count)
-        self.block, self.thread = thread // self.threads, thread % self.threads
-        self.warp = thread // 32
-        self.mask = np.ones(self.count, bool)
+        self.blocks, self.threads, self.cluster, self.shared_words = blocks, 32 * warps, cluster, shared_words
         self.shared_starts = [4 * sum(shared_words[:i]) for i in range(len(shared_words))]
-        self.shared = Shared(blocks, sum(shared_words))
         self.arrays, self.starts, at = list(arrays), [], GUARD
         for array in self.arrays:
             self.starts.append(at)
@@ -64,9 +61,23 @@ class Launch:
         for array, start in zip(self.arrays, self.starts, strict=True):
             self.memory[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
             self.exists[start : start + array.nbytes] = True
+        self._become(0, blocks)
+
+    def _become(self, first: int, blocks: int) -> None:
+        """The threads of so many blocks."""
+        self.first, self.count = first, blocks * self.threads
+        thread = np.arange(self.count)
+        self.block, self.thread = thread // self.threads, thread % self.threads
+        self.warp = thread // 32
+        self.mask = np.ones(self.count, bool)
+        self.shared = Shared(blocks, sum(self.shared_words))
 
     def run(self, program) -> None:
-        program(*range(len(self.arrays)), *range(len(self.shared_starts)))
+        """Some blocks after the others: arrays of few threads stay in the CPU's caches."""
+        together = max(1, THREADS_AT_ONCE // (self.threads * self.cluster)) * self.cluster
+        for first in range(0, self.blocks, together):
+            self._become(first, min(together, self.blocks - first))
+            program(*range(len(self.arrays)), *range(len(self.shared_starts)))
         for array, start in zip(self.arrays, self.starts, strict=True):
             array.reshape(-1).view(np.uint8)[:] = self.memory[start : start + array.nbytes]
 
@@ -115,7 +126,7 @@ class Launch:
         return Register(self.thread.astype(np.uint32))
 
     def block_index(self):
-        return Register(self.block.astype(np.uint32))
+        return Register((self.first + self.block).astype(np.uint32))
 
     def global_address(self, ref):
         return self._full(self.starts[ref], np.uint64)
@@ -316,17 +327,24 @@ class Launch:
         pass
 
 
-def emulated(monkeypatch, modules):
-    """Stands in for `ops.mosaic.launch.launch`: runs the program here."""
+def run(program, updated, read, *, modules, blocks, warps, cluster=1, out_types, scratch_types=()):
+    """`ops.mosaic.launch.launch` in numpy, with `modules` bound to the emulator meanwhile."""
+    arrays = [np.array(x) for x in (*updated, *read)]
+    arrays += [np.empty(out.shape, out.dtype) for out in out_types]
+    for array in arrays[len(arrays) - len(out_types) :]:
+        array.reshape(-1).view(np.uint8)[:] = 0xFF  # NaN, where it is a float
+    words = [a.view(np.uint16) if a.dtype.itemsize == 2 else a for a in arrays]
+    launch = Launch(blocks, warps, cluster, words, [scratch.shape[0] for scratch in scratch_types])
+    with pytest.MonkeyPatch.context() as patch:
+        launch.install(patch, modules)
+        launch.run(program)
+    return arrays[: len(updated)], arrays[len(arrays) - len(out_types) :]
 
-    def launch(program, updated, read, *, blocks, warps, cluster=1, out_types, scratch_types, **_):
-        arrays = [np.array(x) for x in (*updated, *read)]
-        arrays += [np.full(out.shape, np.nan, out.dtype) for out in out_types]
-        words = [a.view(np.uint16) if a.dtype.itemsize == 2 else a for a in arrays]
-        run = Launch(blocks, warps, cluster, words, [scratch.shape[0] for scratch in scratch_types])
-        run.install(monkeypatch, modules)
-        run.run(program)
-        after = [jnp.asarray(a) for a in arrays]
-        return after[: len(updated)], after[len(arrays) - len(out_types) :]
+
+def emulated(modules):
+    """Stands in for `ops.mosaic.launch.launch`, outside of `jax.jit`."""
+
+    def launch(program, updated, read, *, name, **options):
+        return jax.tree.map(jnp.asarray, run(program, updated, read, modules=modules, **options))
 
     return launch

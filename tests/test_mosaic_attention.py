@@ -39,7 +39,7 @@ MODULES = (
 def emulate(monkeypatch):
     """decode_attention on an emulated launch."""
 
-    monkeypatch.setattr(attention, "launch", emulated(monkeypatch, MODULES))
+    monkeypatch.setattr(attention, "launch", emulated(MODULES))
     return attention.decode_attention.__wrapped__
 
 

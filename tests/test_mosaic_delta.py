@@ -27,7 +27,7 @@ NARROW = Delta(conv_width=2, key_heads=1, value_heads=1, key_dim=128, value_dim=
 def emulate(monkeypatch):
     """Stands in for `launch`: runs the program on an emulated launch."""
 
-    monkeypatch.setattr(kernel, "launch", emulated(monkeypatch, (ptx, kernel, recurrence)))
+    monkeypatch.setattr(kernel, "launch", emulated((ptx, kernel, recurrence)))
     return kernel.decode_delta.__wrapped__
 
 

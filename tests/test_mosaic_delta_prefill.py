@@ -36,7 +36,7 @@ def emulate(monkeypatch):
     """Stands in for `launch`: runs each program on an emulated launch."""
 
     modules = (ptx, delta_chunks, delta_carry, tf32)
-    monkeypatch.setattr(delta_prefill, "launch", emulated(monkeypatch, modules))
+    monkeypatch.setattr(delta_prefill, "launch", emulated(modules))
     return delta_prefill.prefill_delta.__wrapped__
 
 

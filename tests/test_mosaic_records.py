@@ -1,8 +1,4 @@
-"""Records and the arithmetic of the decode kernels, without a GPU.
-
-The arithmetic runs on an emulated warp; what only a GPU can show (copies, barriers, speed) is in
-test_mosaic_gpu.py.
-"""
+"""Records; how decode kernels are cut and lowered. What they compute is in test_mosaic_launches.py."""
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxserve import ptx
 from jaxserve.quant import mosaic
-from jaxserve.quant.mosaic import activations, decode, plan, products
+from jaxserve.quant.mosaic import decode, plan
 from jaxserve.quant.mosaic.records import COLUMNS, LAYOUTS, ROWS
-from tests import emulated_warp
 from tests.quants import dense, oracle, random_raw
 
 TYPES = list(LAYOUTS)
@@ -89,116 +83,6 @@ def test_matrices_without_a_record_form_are_refused_with_the_reason():
     assert not mosaic.supported("Q8_0", 17, 256)
     assert not mosaic.supported("Q4_K", 16, 288)
     assert mosaic.supported("Q4_0", 16, 288)
-
-
-# ---- arithmetic, on an emulated warp
-
-
-@pytest.fixture
-def warp(monkeypatch):
-    emulated_warp.install(monkeypatch, ptx, products, activations)
-    return emulated_warp
-
-
-def emulated_product(monkeypatch, name, x, records, k, gain=None):
-    """What one warp computes for each row tile and chunk, summed over chunks; with a norm's gain also Σx² of
-    every row.
-    """
-    lane = emulated_warp.constant(0) + emulated_warp.Register(np.arange(32, dtype=np.uint32))
-    lanes = products.lane_constants(name, lane)
-    batch = len(x)
-    column = emulated_warp.select(lanes.g < batch, lanes.g, emulated_warp.constant(batch - 1))
-    # what lies beyond a row's end must not matter
-    beyond = np.full(COLUMNS, np.nan, x.dtype)
-    gains = [] if gain is None else [gain, beyond]
-    padded = np.concatenate([np.asarray(x).reshape(-1), beyond, *gains])
-    monkeypatch.setattr(ptx, "load_global", emulated_warp.memory(padded))
-    squares = np.zeros(batch)
-    y = np.zeros((batch, records.shape[0] * ROWS), np.float32)
-    chunks = records.shape[1]
-    for chunk in range(chunks):
-        address = (column * k + chunk * COLUMNS + lanes.t * 4) * x.dtype.itemsize
-        is_whole = emulated_warp.Register(np.full(32, chunk < chunks - 1))
-        gain_address = None
-        if gain is not None:
-            gain_address = (lanes.t * 4 + chunk * COLUMNS + batch * k + COLUMNS) * 4
-        xs, inverse, share = activations.load_chunk(
-            name, address, gain_address, x.dtype, k - (chunks - 1) * COLUMNS, is_whole, lanes
-        )
-        if gain is not None:
-            squares += share.lanes.reshape(8, 4).sum(1)[:batch]
-        for tile, record in enumerate(records[:, chunk]):
-            monkeypatch.setattr(products, "load_shared", emulated_warp.memory(record))
-            c = products.tile_product(name, emulated_warp.constant(0), xs, lanes)
-            for i in range(4):
-                rows, columns = emulated_warp.G + 8 * (i // 2), 2 * emulated_warp.T + i % 2
-                undo = 1 if inverse is None else inverse.lanes[4 * columns]
-                here = columns < batch
-                y[columns[here], tile * ROWS + rows[here]] += (c[i].lanes * undo)[here]
-    return y if gain is None else (y, squares)
-
-
-def error(y, x, w):
-    exact = np.asarray(x, np.float64) @ w.astype(np.float64).T
-    return np.linalg.norm(y - exact) / np.linalg.norm(exact)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("name", TYPES)
-def test_a_warps_product_is_exact_but_for_x_in_half_precision(name, dtype, warp, monkeypatch):
-    raw = raw_matrix(name, ROWS, COLUMNS)
-    rng = np.random.default_rng(1)
-    x = rng.standard_normal((3, COLUMNS)) * np.exp(rng.standard_normal(COLUMNS))
-    x = np.asarray(jnp.asarray(x, dtype))
-    y = emulated_product(monkeypatch, name, x, np.asarray(mosaic.pack(name, raw)), COLUMNS)
-    assert error(y, x, dense(raw, name)) < (1e-4 if name == "BF16" else 6e-4)
-
-
-@pytest.mark.parametrize("k", [2 * COLUMNS, COLUMNS + 32])
-@pytest.mark.parametrize("name", ["Q8_0", "BF16"])
-def test_a_norms_gain_is_multiplied_in_and_the_squares_are_summed(name, k, warp, monkeypatch):
-    raw = raw_matrix(name, ROWS, k)
-    rng = np.random.default_rng(1)
-    x, gain = rng.standard_normal((3, k)).astype(np.float32), rng.standard_normal(k).astype(np.float32)
-    y, squares = emulated_product(monkeypatch, name, x, np.asarray(mosaic.pack(name, raw)), k, gain)
-    assert error(y, x * gain, dense(raw, name)) < 6e-4
-    np.testing.assert_allclose(squares, (x.astype(np.float64) ** 2).sum(1), rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", TYPES)
-def test_halves_that_need_no_rounding_give_the_exact_product(name, warp, monkeypatch):
-    raw = raw_matrix(name, ROWS, COLUMNS)
-    x = np.random.default_rng(1).integers(-8, 9, (8, COLUMNS)).astype(np.float16)
-    y = emulated_product(monkeypatch, name, x, np.asarray(mosaic.pack(name, raw)), COLUMNS)
-    assert error(y, x, dense(raw, name)) < 1e-5
-
-
-@pytest.mark.parametrize("name", BLOCKS_OF_32)
-def test_what_lies_past_the_last_column_does_not_matter(name, warp, monkeypatch):
-    k = COLUMNS + 32
-    raw = raw_matrix(name, ROWS, k)
-    x = np.random.default_rng(1).standard_normal((1, k)).astype(np.float32)
-    y = emulated_product(monkeypatch, name, x, np.asarray(mosaic.pack(name, raw)), k)
-    assert error(y, x, dense(raw, name)) < 6e-4
-
-
-@pytest.mark.parametrize("size", [1e-30, 1e-5, 1e6, 1e30])
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "BF16"])
-def test_activations_of_any_size_keep_their_precision(name, size, warp, monkeypatch):
-    raw = raw_matrix(name, ROWS, COLUMNS)
-    x = (np.random.default_rng(1).standard_normal((2, COLUMNS)) * size).astype(np.float32)
-    x[1] = 0
-    y = emulated_product(monkeypatch, name, x, np.asarray(mosaic.pack(name, raw)), COLUMNS)
-    assert error(y, x, dense(raw, name)) < 6e-4
-    assert not y[1].any()
-
-
-def test_half_precision_activations_are_brought_into_range_too(warp, monkeypatch):
-    raw = raw_matrix("Q8_0", ROWS, COLUMNS)
-    for size in (60000, 1e-6):
-        x = (np.random.default_rng(1).uniform(-1, 1, (2, COLUMNS)) * size).astype(np.float16)
-        y = emulated_product(monkeypatch, "Q8_0", x, np.asarray(mosaic.pack("Q8_0", raw)), COLUMNS)
-        assert error(y, x, dense(raw, "Q8_0")) < 6e-4
 
 
 # ---- plans and lowering

@@ -1,123 +1,16 @@
-"""Decoding and wide products of records, without a GPU: the arithmetic on an emulated warp, and lowering."""
+"""How wide and decoding kernels are cut, chosen, lowered. What they compute: test_mosaic_launches.py."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve import ptx
 from jaxserve.quant import mosaic
-from jaxserve.quant.mosaic import by_rows, products, weights, wide
+from jaxserve.quant.mosaic import by_rows, wide
 from jaxserve.quant.mosaic.records import COLUMNS, LAYOUTS, ROWS
-from jaxserve.quant.mosaic.slots import plain_slot_order
 from jaxserve.quant.mosaic.wide_plan import SHARED_BYTES, wide_plan
-from tests import emulated_warp
-from tests.quants import dense, oracle
-from tests.test_mosaic_records import raw_matrix, same_bits
 
 TYPES = list(LAYOUTS)
-
-
-@pytest.fixture
-def warp(monkeypatch):
-    emulated_warp.install(monkeypatch, ptx, products, weights)
-    return emulated_warp
-
-
-def decoded(monkeypatch, name, record):
-    """What one warp decodes of a record: f32 [16, 256]."""
-    monkeypatch.setattr(products, "load_shared", emulated_warp.memory(record))
-    lane = emulated_warp.Register(np.arange(32, dtype=np.uint32))
-    k = products.lane_constants(name, lane)
-    tile = np.empty((ROWS, COLUMNS), np.float32)
-    for step, rows in enumerate(weights.exact_weights(name, emulated_warp.constant(0), k)):
-        for half, values in enumerate(rows):
-            for i, value in enumerate(values):
-                tile[emulated_warp.G + 8 * half, 16 * step + 4 * emulated_warp.T + i] = value.lanes
-    return tile
-
-
-@pytest.mark.parametrize("name", TYPES)
-def test_a_warp_decodes_what_gguf_py_decodes_bit_for_bit(name, warp, monkeypatch):
-    raw = np.concatenate([oracle()[f"{name}.{kind}"] for kind in ("raw", "rnd_raw")])
-    values = np.concatenate([oracle()[f"{name}.{kind}"] for kind in ("deq", "rnd_deq")])
-    records = np.asarray(mosaic.pack(name, np.pad(raw, ((0, -len(raw) % ROWS), (0, 0)))))
-    with np.errstate(over="ignore", invalid="ignore"):
-        tiles = [[decoded(monkeypatch, name, record) for record in row] for row in records]
-    got = np.concatenate([np.concatenate(row, 1) for row in tiles])
-    same_bits(got[: len(values), : values.shape[1]], values)
-
-
-def tensor_operand(monkeypatch, name, record):
-    """The weights that one warp hands to the tensor core, their power of two undone: f32 [16, 256]."""
-    monkeypatch.setattr(products, "load_shared", emulated_warp.memory(record))
-    lane = emulated_warp.Register(np.arange(32, dtype=np.uint32))
-    k = products.lane_constants(name, lane)
-    unpack = emulated_warp.unpack_bf16x2 if name == "BF16" else emulated_warp.unpack_f16x2
-    tile = np.empty((ROWS, COLUMNS), np.float32)
-    for s, step in enumerate(weights.tensor_weights(name, emulated_warp.constant(0), k)):
-        for i, register in enumerate(step):
-            for p, value in enumerate(unpack(register)):
-                tile[emulated_warp.G + 8 * (i % 2), 16 * s + 4 * emulated_warp.T + 2 * (i // 2) + p] = (
-                    value.lanes
-                )
-    return tile / 2.0 ** weights.TENSOR_SHIFT[name]
-
-
-@pytest.mark.parametrize("name", TYPES)
-def test_tensor_core_weights_are_exact_to_half_precision(name, warp, monkeypatch):
-    raw = raw_matrix(name, ROWS, COLUMNS)
-    (record,) = np.asarray(mosaic.pack(name, raw))[0]
-    got, want = tensor_operand(monkeypatch, name, record), dense(raw, name)
-    if name in ("F16", "BF16", "MXFP4"):
-        np.testing.assert_array_equal(got, want)
-    assert np.linalg.norm(got - want) < 6e-4 * np.linalg.norm(want)
-
-
-# ---- operands that meet
-
-
-def steps_of(operand, of):
-    """Operand B of `slot_order` → f32 [parts, chunk, step, slot, row]."""
-    dtype = {"f16": np.float16, "bf16": jnp.bfloat16}[of]
-    values = np.asarray(operand).view(dtype).astype(np.float32)
-    parts, halves, blocks, _ = values.shape
-    values = values.reshape(parts, halves, blocks, 8, 2, 8, 8).transpose(0, 1, 3, 4, 6, 2, 5)
-    return values.reshape(parts, halves // 2, 16, 16, blocks * 8)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("name", ["Q4_K", "MXFP4", "F16", "BF16"])
-def test_weights_and_activations_meet_column_by_column(name, dtype, warp, monkeypatch):
-    of = "bf16" if name == "BF16" else "f16"
-    raw, k = raw_matrix(name, ROWS, 2 * COLUMNS), 2 * COLUMNS
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((11, k)) * 2000, dtype)
-    operand, inverse = plain_slot_order(x, of)
-    b = steps_of(operand, of)
-    y = np.zeros((ROWS, b.shape[-1]))
-    unpack = emulated_warp.unpack_bf16x2 if of == "bf16" else emulated_warp.unpack_f16x2
-    lane = emulated_warp.Register(np.arange(32, dtype=np.uint32))
-    for chunk, record in enumerate(np.asarray(mosaic.pack(name, raw))[0]):
-        monkeypatch.setattr(products, "load_shared", emulated_warp.memory(record))
-        lanes = products.lane_constants(name, lane)
-        for s, step in enumerate(weights.tensor_weights(name, emulated_warp.constant(0), lanes)):
-            a = np.zeros((ROWS, 16))
-            for i, register in enumerate(step):
-                for p, value in enumerate(unpack(register)):
-                    a[emulated_warp.G + 8 * (i % 2), 8 * (i // 2) + 2 * emulated_warp.T + p] = value.lanes
-            y += a @ b[:, chunk, s].sum(0)
-    y = (y * np.asarray(inverse) / 2.0 ** weights.TENSOR_SHIFT[name])[:, : len(x)].T
-    want = np.asarray(x, np.float64) @ dense(raw, name).astype(np.float64).T
-    assert np.linalg.norm(y - want) < 6e-4 * np.linalg.norm(want)
-
-
-@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-def test_rows_of_any_size_keep_their_precision(scale):
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 512)), jnp.float32) * scale
-    operand, inverse = plain_slot_order(x, "f16")
-    b = steps_of(operand, "f16")[0].reshape(2, 16, 2, 4, 2, 8).transpose(5, 0, 1, 3, 2, 4).reshape(8, 512)
-    np.testing.assert_allclose(b[:3] * np.asarray(inverse)[:3, None], x, rtol=2**-11, atol=scale * 1e-8)
-    assert not b[3:].any()
 
 
 # ---- cuts
