@@ -57,8 +57,8 @@ def test_a_plan_covers_the_matrix_and_fits_the_multiprocessor(name, shape, rows)
 # ---- lowering
 
 
-def lowered(function, *arguments):
-    return function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+def lowered(function, *arguments, **options):
+    return function.trace(*arguments, **options).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def abstract_records(name, n, k, *stack):
@@ -84,7 +84,9 @@ def test_every_shape_lowers_for_cuda(shape, rows):
 def test_stacks_lower_for_cuda():
     x, sizes = jax.ShapeDtypeStruct((512, 2048), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32)
     records = abstract_records("Q4_K", 768, 2048, 64)
-    assert "mosaic_gpu" in lowered(wide.grouped_wide_matmul, x, sizes, records, "Q4_K", 2048)
+    index = jax.ShapeDtypeStruct((4096,), jnp.int32)
+    for rows in ({}, {"index": index}):
+        assert "mosaic_gpu" in lowered(wide.grouped_wide_matmul, x, sizes, records, "Q4_K", 2048, **rows)
     decoded = mosaic.dequantise.trace(records, "Q4_K", 2048, jnp.float32)
     assert decoded.out_info.shape == (64, 768, 2048)
 

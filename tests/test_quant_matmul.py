@@ -126,6 +126,10 @@ def test_sorted_rows_meet_their_groups_expert(layout, sizes):
     y = jax.jit(quant.grouped_matmul)(x, w, jnp.array(sizes))
     want = np.repeat(values, sizes, 0)
     assert relative_error(y[:, None], x[:, None], want) < (TENSOR_CORE if layout == "rows" else EXACT)
+    index = np.random.default_rng(0).permutation(len(x))
+    shuffled = np.empty_like(x)
+    shuffled[index] = x
+    np.testing.assert_array_equal(quant.grouped_matmul(shuffled, w, jnp.array(sizes), index=index), y)
 
 
 @pytest.mark.parametrize("name", FORMATS)

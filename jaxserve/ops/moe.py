@@ -52,9 +52,8 @@ def moe_decode(
     tokens, used = experts.shape
     index = experts.reshape(-1)
     pairs = jnp.repeat(x.astype(jnp.float32), used, axis=0)
-    out = _expert_ffn(
-        pairs, gate_up, down, activation, lambda x, w, **around: quant.expert_matmul(x, w, index, **around)
-    )
+    hidden = _hidden(lambda w, **tail: quant.expert_matmul(pairs, w, index, **tail), gate_up, activation)
+    out = quant.expert_matmul(hidden, down[0], index)
     return _combine(out.reshape(tokens, used, -1), weights)
 
 
@@ -71,10 +70,11 @@ def moe_prefill(
     index = experts.reshape(-1)
     order = jnp.argsort(index, stable=True)
     sizes = jnp.sum(index[:, None] == jnp.arange(down[0].shape[0]), axis=0, dtype=jnp.int32)
-    pairs = jnp.take(x.astype(jnp.float32), order // used, axis=0)
-    out = _expert_ffn(
-        pairs, gate_up, down, activation, lambda x, w, **around: quant.grouped_matmul(x, w, sizes, **around)
+    token = order // used  # of each pair
+    hidden = _hidden(
+        lambda w, **tail: quant.grouped_matmul(x, w, sizes, index=token, **tail), gate_up, activation
     )
+    out = quant.grouped_matmul(hidden, down[0], sizes)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size), unique_indices=True)
     return _combine(jnp.take(out, place, axis=0).reshape(tokens, used, -1), weights)
 
@@ -94,12 +94,11 @@ def _top_by_rank(p: jax.Array, used: int) -> tuple[jax.Array, jax.Array]:
     return values, jnp.sum(jnp.where(chosen, index, 0), axis=-1, dtype=jnp.int32)
 
 
-def _expert_ffn(pairs, gate_up: Projection, down: Projection, activation: str, matmul) -> jax.Array:
-    """down(activation(gate x) · up x) of every token-expert pair.   pairs: f32 [P, E] → f32 [P, E]"""
+def _hidden(product, gate_up: Projection, activation: str) -> jax.Array:
+    """activation(gate x) · up x of every token-expert pair, f32 [P, Fe].   product(w): x @ w.T, f32 [P, N]"""
     if len(gate_up) == 1:
-        return matmul(matmul(pairs, gate_up[0], activation=activation), down[0])
-    both = jnp.concatenate([matmul(pairs, w) for w in gate_up], axis=-1)
-    return matmul(gated(both, activation), down[0])
+        return product(gate_up[0], activation=activation)
+    return gated(jnp.concatenate([product(w) for w in gate_up], axis=-1), activation)
 
 
 def _combine(out: jax.Array, weights: jax.Array) -> jax.Array:

@@ -98,13 +98,21 @@ def expert_matmul(x: jax.Array, w: Matrix, index: jax.Array, *, activation: str 
 
 
 def grouped_matmul(
-    x: jax.Array, w: Matrix, group_sizes: jax.Array, *, activation: str | None = None
+    x: jax.Array,
+    w: Matrix,
+    group_sizes: jax.Array,
+    *,
+    index: jax.Array | None = None,
+    activation: str | None = None,
 ) -> jax.Array:
     """Rows sorted by expert, `group_sizes` of them for each.   `activation` as in `matmul`.
 
     x: [T, K], w: [X, N, K], group_sizes: i32 [X], adding up to T → f32 [T, N]
+    index i32 [P]: the rows are x[index] instead, and there are P of them.
     """
+    x = x.astype(jnp.float32)
     if isinstance(w, Tiled) and hopper.is_available():
-        x = x.astype(jnp.float32)
-        return gated(mosaic.grouped_wide_matmul(x, group_sizes, w.records, w.type, w.columns), activation)
+        y = mosaic.grouped_wide_matmul(x, group_sizes, w.records, w.type, w.columns, index=index)
+        return gated(y, activation)
+    x = x if index is None else jnp.take(x, index, axis=0)
     return gated(plain.grouped_matmul(x, w, group_sizes), activation)
