@@ -6,9 +6,9 @@ CHUNKS = {"cpu": (32, 256), "gpu": (64, 128, 512)}  # tokens of a prefill call, 
 FIRST_REACH = 1024  # cached positions a short row's decode step looks at; larger reaches grow by REACH_FACTOR
 REACH_FACTOR = 4
 SCORE_CHUNK = 64  # tokens of a teacher-forced call: its logits are [64, V] f32
-# Decode steps of a call, by platform: (weights of at most so many bytes, steps); of so many lanes at most.
+# Decode steps of a call, by platform: (bytes that one reads, at most, and steps); of so many lanes at most.
 # There a step takes the device less than twice as long as the host.
-BURSTS = {"gpu": ((2e9, 4), (8e9, 2))}
+BURSTS = {"gpu": ((2.5e9, 4), (8e9, 2))}
 BURST_LANES = 8
 
 
@@ -17,12 +17,12 @@ def chunk_sizes(platform: str) -> tuple[int, ...]:
     return CHUNKS.get(platform, CHUNKS["gpu"])
 
 
-def burst_steps(platform: str, weights_nbytes: int, *, one_reach: bool) -> int:
+def burst_steps(platform: str, step_nbytes: int, *, one_reach: bool) -> int:
     """The most decode steps of a call: several where a step reads so little that the host would be late.
     With more than one reach a step is slower, and the programs would become too many.
     """
     sizes = BURSTS.get(platform, ()) if one_reach else ()
-    return next((steps for limit, steps in sizes if weights_nbytes <= limit), 1)
+    return next((steps for limit, steps in sizes if step_nbytes <= limit), 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +43,12 @@ class Buckets:
         *,
         pinned: bool = False,
         one_reach: bool = False,
-        weights_nbytes: int = 0,
+        step_nbytes: int,
     ) -> "Buckets":
-        """Sizes for a context, a number of slots, a JAX platform ("cpu", "gpu") and weights on the device.
-        pinned: one number of lanes, one step a call; one_reach: attention needs no choice of reaches.
+        """Sizes for a context, a number of slots and a JAX platform ("cpu", "gpu").
+
+        pinned: one number of lanes, one step a call; one_reach: attention needs no choice of reaches;
+        step_nbytes: weights that a decode step of one row reads.
         """
         chunks = tuple(size for size in chunk_sizes(platform) if size < context) or (context,)
         reaches, reach = [], FIRST_REACH
@@ -57,7 +59,7 @@ class Buckets:
         while lane < slots and not pinned:
             lanes.append(lane)
             lane *= 2
-        burst = 1 if pinned else burst_steps(platform, weights_nbytes, one_reach=one_reach)
+        burst = 1 if pinned else burst_steps(platform, step_nbytes, one_reach=one_reach)
         return cls(chunks, (*reaches, context), (*lanes, slots), burst)
 
     def chunk(self, remaining: int) -> int:

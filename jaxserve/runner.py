@@ -18,10 +18,10 @@ from jaxserve import sampling, snapshot, step
 from jaxserve.buckets import SCORE_CHUNK, Buckets
 from jaxserve.config import ModelConfig
 from jaxserve.models.mixers import follows_real_length
-from jaxserve.models.weights import Weights
+from jaxserve.models.weights import Weights, step_nbytes
 from jaxserve.params import SamplingParams
 from jaxserve.sampling import Options
-from jaxserve.state import abstract_memory, abstract_state, init_memory, init_state, joined, nbytes, part
+from jaxserve.state import abstract_memory, abstract_state, init_memory, init_state, joined, part
 
 Progress = Callable[[str, int, int], None]
 TOUCHED = step.TOUCHED | snapshot.TOUCHED
@@ -69,7 +69,7 @@ class Runner:
             platform,
             pinned=pinned,
             one_reach=follows_real_length(config, kv_dtype),
-            weights_nbytes=nbytes(weights),
+            step_nbytes=step_nbytes(weights, config),
         )
         self._blocks_per_call = snapshot.BLOCKS_PER_CALL.get(platform, 1)
         self.programs = _compile(self._lowerings() | (self._row_lowerings() if reuse else {}), progress)

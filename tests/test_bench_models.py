@@ -100,7 +100,7 @@ def test_only_the_lanes_and_programs_that_are_run_get_compiled():
 
 
 def test_lanes_are_limited_inside_the_block_only():
-    lanes = lambda: runner.Buckets.of(64, 4, "cpu").lanes  # noqa: E731
+    lanes = lambda: runner.Buckets.of(64, 4, "cpu", step_nbytes=0).lanes  # noqa: E731
     usual, compiled = lanes(), runner.Runner._lowerings
     with only_greedy([4]):
         assert lanes() == (4,) != usual

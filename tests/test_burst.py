@@ -10,8 +10,10 @@ import pytest
 
 import jaxserve
 from jaxserve import SamplingParams, buckets
+from jaxserve.models.weights import step_nbytes
+from jaxserve.state import nbytes
 from jaxserve.trace import kinds_from_hlo
-from tests.engines import SCRIPT, scripted_path
+from tests.engines import SCRIPT, scripted_path, tiny_weights
 from tests.oracle import tiny_path
 
 BURST = 4
@@ -43,14 +45,24 @@ def path(request):
     return tiny_path(MODELS[request.param])
 
 
-@pytest.mark.parametrize(("gigabytes", "steps"), [(1, 4), (2, 4), (2.1, 2), (5, 2), (9, 1)])
+@pytest.mark.parametrize(("gigabytes", "steps"), [(1, 4), (2.5, 4), (2.6, 2), (5, 2), (9, 1)])
 def test_a_small_model_takes_several_steps_a_dispatch_on_a_gpu_with_kernels(gigabytes, steps):
-    shape = dict(weights_nbytes=int(gigabytes * 1e9), one_reach=True)
+    shape = dict(step_nbytes=int(gigabytes * 1e9), one_reach=True)
     assert buckets.Buckets.of(4096, 16, "gpu", **shape).steps(8) == tuple(sorted({1, steps}))
     assert buckets.Buckets.of(4096, 16, "gpu", **shape).steps(16) == (1,)
     for other in (dict(one_reach=False), dict(pinned=True)):
         assert buckets.Buckets.of(4096, 16, "gpu", **(shape | other)).steps(1) == (1,)
     assert buckets.Buckets.of(4096, 16, "cpu", **shape).steps(1) == (1,)
+
+
+def test_of_experts_a_step_reads_those_it_chooses():
+    weights, config = tiny_weights("qwen3moe-f16")
+    experts = nbytes([m for key, m in weights.layers.stacks.items() if key.startswith("experts_")])
+    used, count = config.experts.used, config.experts.count
+    assert 0 < used < count
+    assert step_nbytes(weights, config) == nbytes(weights) - experts + experts * used // count
+    dense, config = tiny_weights("llama-f32")
+    assert step_nbytes(dense, config) == nbytes(dense)
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -98,7 +98,7 @@ def test_two_slots_compile_nothing_either():
 @pytest.mark.parametrize(("slots", "limit"), [(1, 16), (64, 40)])  # beside at most 11 for rows as values
 @pytest.mark.parametrize(("platform", "kernels"), [("cpu", False), ("gpu", False), ("gpu", True)])
 def test_an_engine_has_few_programs(slots, limit, platform, kernels):
-    buckets = Buckets.of(4096, slots, platform, one_reach=kernels, weights_nbytes=10**9)
+    buckets = Buckets.of(4096, slots, platform, one_reach=kernels, step_nbytes=10**9)
     assert (buckets.burst > 1) == kernels
     prefills = 2 * len(buckets.chunks)
     decodes = 2 * len(buckets.reaches) * sum(len(buckets.steps(lanes)) for lanes in buckets.lanes)

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
                 slots,
                 platform,
                 one_reach=follows_real_length(config, args.kv_dtype),
-                weights_nbytes=weights,
+                step_nbytes=sum(tensor.read_bytes for tensor in tensors),
             )
         ),
         "memory": {

@@ -16,6 +16,7 @@ from jaxserve.gguf.hyperparameters import read_config, rope_frequencies
 from jaxserve.gguf.reader import GGUFFile, Tensor, open_gguf
 from jaxserve.gguf.tensors import check_tensors
 from jaxserve.models.layers import Layers, stack
+from jaxserve.state import nbytes
 
 Matrix = quant.Matrix
 Progress = Callable[[str, int, int], None]
@@ -92,6 +93,14 @@ def layer_weights(weights: Weights, config: ModelConfig, index: int) -> dict:
     for name, stacked in weights.vectors[layer.kind].items():
         vectors[name] = stacked[layer.rank, : config.delta.value_heads if name in PADDED else None]
     return {**weights.layers[index], **vectors}
+
+
+def step_nbytes(weights: Weights, config: ModelConfig) -> int:
+    """Bytes that a decode step of one row reads: of the experts those that it chooses."""
+    stacks = weights.layers.stacks.items()
+    experts = nbytes([matrix for key, matrix in stacks if key.startswith("experts_")])
+    idle = experts - experts * config.experts.used // config.experts.count if experts else 0
+    return nbytes(weights) - idle
 
 
 def load_weights(
