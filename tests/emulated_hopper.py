@@ -6,6 +6,7 @@ import threading
 import jax
 
 from jaxserve import hopper, ptx
+from jaxserve.models import layers
 from jaxserve.ops.mosaic import chunk_attention
 from jaxserve.ops.mosaic.launch import launch
 from tests import emulated_launch
@@ -36,6 +37,7 @@ def install(monkeypatch) -> list[str]:
         if getattr(module, "launch", None) is launch:
             monkeypatch.setattr(module, "launch", launched)
     monkeypatch.setattr(hopper, "is_available", lambda: True)
+    monkeypatch.setattr(layers, "SLICES_ARE_OFFSETS", True)  # as with the newest JAX
     monkeypatch.setattr(chunk_attention, "supported", lambda *_: False)
     return names
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve import hopper, quant
+from jaxserve.models import layers as layers_module
 from jaxserve.models.layers import stack
 from jaxserve.quant.tiled import tile
 from tests.quants import dense, random_raw
@@ -74,11 +75,15 @@ def test_matrices_that_read_the_same_input_give_their_outputs_in_order():
     np.testing.assert_allclose(y, h @ np.concatenate([wa, wb]).T, rtol=1e-4, atol=1e-4)
 
 
-def test_equal_tiles_of_several_layers_lie_in_one_stack():
+@pytest.mark.parametrize(("are_offsets", "leaves"), [(True, 3), (False, 4)])
+def test_equal_tiles_of_several_layers_lie_in_one_stack_where_its_slices_cost_nothing(
+    are_offsets, leaves, monkeypatch
+):
+    monkeypatch.setattr(layers_module, "SLICES_ARE_OFFSETS", are_offsets)
     (a, wa), (b, wb), (other, w_other) = (tiled("Q8_0", n, 64, seed=i) for i, n in enumerate((16, 16, 32)))
     plain = jnp.ones((4, 64))
     layers = stack([{"up": (a,), "router": (plain,)}, {"up": (b,)}, {"up": (other,)}])
-    assert len(layers) == 3 and len(jax.tree.leaves(layers)) == 3
+    assert len(layers) == 3 and len(jax.tree.leaves(layers)) == leaves
     for index, want in enumerate((wa, wb, w_other)):
         np.testing.assert_array_equal(quant.dequantise(layers[index]["up"][0]), want)
     np.testing.assert_array_equal(layers[0]["router"][0], plain)

@@ -2,7 +2,7 @@
 
 Equal tiled matrices of several layers lie in one stack. Inside the step a layer's share is a static slice,
 which XLA turns into an offset of the kernel's operand: nothing is copied. (XLA's own products would copy it,
-so matrices of other forms stay apart.)
+and before jax 0.11 kernels too: then matrices stay apart.)
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxserve.quant import Matrix, Tiled, type_name
 
 ALONE = -1  # instead of an index into a stack
+SLICES_ARE_OFFSETS = jax.__version_info__ >= (0, 11)
 
 Place = tuple[str, int]  # a stack, and the index into it
 Parts = tuple[Matrix, ...]
@@ -65,7 +66,7 @@ def stack(layers: Sequence[dict[str, Parts]]) -> Layers:
 
 
 def _key(layer: int, name: str, part: int, matrix: Matrix) -> str:
-    if not isinstance(matrix, Tiled):
+    if not (isinstance(matrix, Tiled) and SLICES_ARE_OFFSETS):
         return f"{name}.{part} of layer {layer}"
     return f"{name}.{part} {type_name(matrix)} {'x'.join(map(str, matrix.shape))}"
 
