@@ -8,13 +8,17 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignor
 say() { printf '%s\n' "$*" >&2; }
 fail() { say "error: $*"; exit 1; }
 
-is_recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+# is_recent PYTHON [MINOR]: whether it is Python 3.MINOR (3.11) or newer.
+is_recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, int(sys.argv[1])))' "${2:-11}" 2>/dev/null; }
 
-# The first interpreter that is recent enough; $PYTHON goes before all others.
+# The first interpreter that is recent enough; $PYTHON goes before all others. For a GPU rather 3.12, the oldest that
+# jax 0.11 supports: its XLA takes a layer's share of a stack without copying it.
 find_python() {
-    local candidate
-    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python3.14 python; do
-        if is_recent "$candidate"; then printf '%s\n' "$candidate"; return; fi
+    local minor candidate
+    for minor in $([[ ${1:-} == *cuda* ]] && echo 12) 11; do
+        for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python3.14 python; do
+            if is_recent "$candidate" "$minor"; then printf '%s\n' "$candidate"; return; fi
+        done
     done
     fail "no Python 3.11 or newer found: install one, or name it with PYTHON=/path/to/python3"
 }
@@ -36,7 +40,7 @@ make_environment() {
     local extras=$1 base stamp
     stamp=$venv/.installed-${extras:-base}
     if [[ ! -x $python ]]; then
-        base=$(find_python)
+        base=$(find_python "$extras")
         say "making $venv with $("$base" --version)"
         "$base" -m venv --without-pip "$venv" || fail "$base cannot make a virtual environment in $venv"
     fi
